@@ -135,7 +135,6 @@ class Commands:
 
 
 def run_page(page: Path) -> None:
-    Path("tasks.jsonl").write_text('{"tag": "order.close", "body": {"order": 9}, "delay": 60}\n')
     Path("celeryconfig.py").write_text('delaytasks_tags = "any"  # it has no processors\n')
     for package in ("shop", "proj"):
         Path(package).mkdir()

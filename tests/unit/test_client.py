@@ -371,12 +371,8 @@ def test_each_way_to_schedule_a_task_has_its_options() -> None:
     assert set(re.findall(r"^ +(\w+) : .*, optional$", documented, re.MULTILINE)) == OPTIONS
     command = [sys.executable, "-m", "delaytasks", "schedule", "--help"]
     help_text = re.sub(r"\s+", " ", output_of(command, env={**os.environ, "COLUMNS": "200"}))
-    # The command line has the version of the processor, or 1.
-    for option in OPTIONS - {"body_version"}:
+    for option in OPTIONS:
         assert f"--{option.replace('_', '-')} " in help_text
-    named = re.search(r"further options of the task \((.*?)\)", help_text)
-    assert named is not None
-    assert set(named[1].split(", ")) == OPTIONS - {"body_version"}
 
 
 def test_the_json_value_of_a_task_has_its_fields() -> None:

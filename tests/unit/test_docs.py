@@ -172,28 +172,38 @@ def http_routes_table() -> str:
 FILTERS = """
 tag key queue status meta error due created updated_until everything dry_run yes
 """.split()
+#: The options of a new task, and of the tasks of a recurring schedule.
+NEW_TASK = "queue priority retries max_late limit_key meta jitter body_version".split()
 
 
 def commands_list() -> str:
-    """Return each command with its options, without `--json`. The filters are listed once."""
+    """Return each command with its options. Those of many commands are listed once."""
     found = dict(commands(main))
     about = "These options select tasks, which must match all of them."
     parts = [f"### Filters\n\n{about}", _options(found["cancel"], FILTERS)]
+    parts += ["### Options of a task", _options(found["schedule"], NEW_TASK)]
     for path, command in found.items():
         names = [str(option.name) for option in command.params]
-        filters = FILTERS if "updated_until" in names else []
+        shared = {"json", "actor"}
+        if "updated_until" in names:
+            shared |= {*FILTERS}
+        if "limit_key" in names:
+            shared |= {*NEW_TASK}
         usage = " ".join(command.collect_usage_pieces(click.Context(command))[1:])
         summary = " ".join((command.help or "").partition("\n\n")[0].split())
         parts += [f"### delaytasks {path}", f"`{usage}`: {summary}" if usage else summary]
-        parts += ["With [filters](#filters)."] if filters else []
-        parts += [_options(command, [name for name in names if name not in [*filters, "json"]])]
+        parts += ["With [filters](#filters)."] if "updated_until" in names else []
+        parts += (
+            ["With [the options of a task](#options-of-a-task)."] if "limit_key" in names else []
+        )
+        parts += [_options(command, [name for name in names if name not in shared])]
     return "\n\n".join(filter(None, parts))
 
 
 def _options(command: click.Command, names: Sequence[str]) -> str:
     context = click.Context(command)
-    options = [each for each in command.params if each.name in names]
-    records = [each.get_help_record(context) for each in options]
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    records = [each.get_help_record(context) for each in options if each.name in names]
     lines = [f"- `{each[0]}`: {each[1]}" for each in records if each is not None]
     return "\n".join(lines).replace("*", "\\*")
 
