@@ -35,7 +35,7 @@ from tests.world.recording import counted
 ROOT = Path(__file__).parent.parent
 #: Short intervals, so that tests of slow paths take seconds.
 QUICK: dict[str, Any] = {"sweep": 1, "_self_sweep_s": 2, "_grace_s": 0.5, "horizon": 10, "lease": 4}
-#: As in the bounds of docs/reliability.md.
+#: As in the bounds of docs/guarantees.md.
 DISPATCH_S = 2
 #: The first log line of `delaytasks run --forever`.
 STARTED = "Runs tasks as they fall due"
@@ -265,7 +265,7 @@ class Deployment:
         return next(process for process in self._processes if process.pid == session)
 
     def r1_s(self) -> float:
-        """R1 of docs/reliability.md, without beat: the time until a sweep recovers a lost entry."""
+        """R1 of docs/guarantees.md, without beat: the time until a sweep recovers a lost entry."""
         return float(self.settings["_grace_s"] + self.settings["_self_sweep_s"] + DISPATCH_S)
 
     def r2_s(self) -> float:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 #: What a test waits for, or a function that returns it.
 What = str | Callable[[], str]
 
-#: The tolerance that a busy test machine adds to a bound of docs/reliability.md.
+#: The tolerance that a busy test machine adds to a bound of docs/guarantees.md.
 SLACK_S = 3.0
 #: A worker of the tests that receives this signal logs the stacks of its threads.
 STACKS = signal.SIGUSR2

@@ -29,7 +29,7 @@ from tests.running import QUICK, Deployment, Process
 from tests.services import MissingServiceError, PostgresServer, RabbitServer
 from tests.waiting import SLACK_S, wait_until
 
-# Faults that need private servers or processes, each with its bound from docs/reliability.md
+# Faults that need private servers or processes, each with its bound from docs/guarantees.md
 
 
 LEASE_S = 3.0

@@ -211,8 +211,8 @@ def _options(command: click.Command, names: Sequence[str]) -> str:
 GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "settings": ("docs/settings-and-commands.md", settings_table),
     "commands": ("docs/settings-and-commands.md", commands_list),
-    "moves": ("docs/how-it-works.md", moves_table),
-    "round trips": ("docs/how-it-works.md", round_trips_table),
+    "moves": ("docs/guarantees.md", moves_table),
+    "round trips": ("docs/guarantees.md", round_trips_table),
     "http routes": ("docs/callbacks.md", http_routes_table),
 }
 
@@ -332,7 +332,7 @@ def test_the_recovery_times_of_faults_follow_from_the_default_settings() -> None
         "G + S; dead after 3 S": settings.grace_s + settings.sweep_s,
         "about a second": PROCESS_CHECK_S,
     }
-    table = page("how-it-works").partition("## What each fault costs")[2]
+    table = page("guarantees").partition("## What each fault costs")[2]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     found = {row[2].partition(", after")[0]: row[3] for row in rows if len(row) == 4}
     for bound, seconds in bounds.items():
