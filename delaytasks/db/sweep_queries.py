@@ -151,13 +151,10 @@ class Leases:
         return self._db.transaction(work)
 
     def recover_dead(
-        self,
-        workers: Sequence[str],
-        max_lost_leases: int,
-        time_limits: Mapping[str, float] | None = None,
+        self, workers: Sequence[str], max_lost_leases: int, time_limits: Mapping[str, float] = {}
     ) -> Recovered:
         """Recover the rows of dead processes immediately, not only when their leases end."""
-        return self._recover(self._leased_by(workers), max_lost_leases, None, time_limits or {})
+        return self._recover(self._leased_by(workers), max_lost_leases, None, time_limits)
 
     def recover(self, max_lost_leases: int, limit: int, lost_s: float) -> Recovered:
         """Recover up to `limit` rows whose lease is over, or whose worker is lost since `lost_s`

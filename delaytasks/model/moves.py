@@ -404,5 +404,4 @@ def retries_by_error(retries: RetryRule) -> RetriesByError:
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             rule = "maps exception types to retry schedules"
             raise invalid("retries", f"{rule}; {shown(kind)} is none")
-    given = retries.items()
-    return {kind: None if one is None else retry_schedule_of(one) for kind, one in given}
+    return {kind: None if one is None else retry_schedule_of(one) for kind, one in retries.items()}

@@ -433,7 +433,9 @@ class Dispatcher:
         return (self._pool.pids() | set(self._detached)) - {os.getpid()}
 
     def running(self) -> tuple[list[float], dict[int, Sequence[int]]]:
-        """Return the starts of the chunks, and by process the rows that outlive theirs."""
+        """Return the starts of the chunks, by the clock of the database, and by process the rows
+        that outlive theirs.
+        """
         with self._lock:
             began_us = [chunk.began_us for chunk in self._pool.chunks.values()]
             return began_us, dict(self._detached)
@@ -446,11 +448,6 @@ class Dispatcher:
     def waiting(self) -> int:
         """How many entries wait."""
         return len(self._ready)
-
-    @property
-    def in_flight(self) -> list[float]:
-        """The start of each chunk in the pool, by the clock of the database."""
-        return self.running()[0]
 
     @property
     def drain_count(self) -> int:

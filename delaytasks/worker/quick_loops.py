@@ -234,7 +234,7 @@ class LeasesLoop:
             int(self._runtime.clock.offset_s * 1e6),
             [processor.tag for processor in self._runtime.registry],
             self._worker.service_watch.times(reads_beat),
-            len(self._dispatcher.in_flight),
+            len(self._dispatcher.running()[0]),
         )
         if pool == PREFORK:
             self._processes.memory.record_report(asked_at, monotonic(), settings.lost_s)

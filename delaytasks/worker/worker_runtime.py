@@ -241,7 +241,7 @@ class WorkerRuntime:
 
     def info(self) -> dict[str, Any]:
         """Return what `celery inspect stats` shows."""
-        in_flight = self.dispatcher.in_flight
+        in_flight, _ = self.dispatcher.running()
         return {
             "held": len(self.wheel),
             "waiting": self.dispatcher.waiting,
