@@ -300,7 +300,7 @@ class Settlements:
 
     Rows end alike if they get the same new values, except for the time when they began, and if no
     value is a text or a due time. Most rows of a chunk do. Their shared values are passed once
-    (decision 0035). `_statement_for` chooses one of three statements:
+    (decision 0004). `_statement_for` chooses one of three statements:
 
     | statement       | the rows                         | passed for each row                    |
     |-----------------|----------------------------------|----------------------------------------|
