@@ -12,6 +12,7 @@ here                              because                                       
 `keep_polling`                    one closed Redis connection stops all others    kombu 5.7
 `BRPOP_S`                         another wait for Redis                          kombu 5.6
 `GuardStep`                       a malformed message ends the worker
+`ReadAhead`                       each message costs a round trip to a far Redis
 `ReconnectStep`                   Celery's main thread waits for a lost broker
 `bound_connections`               a silent broker stops the main thread forever
 `stop_reading`                    a message that was just sent back is read again
@@ -28,7 +29,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty
@@ -39,10 +40,13 @@ from celery import bootsteps
 from celery.utils.log import get_logger
 from celery.worker import state
 from kombu.message import Message
-from redis.exceptions import DataError
+from kombu.utils.encoding import bytes_to_str
+from kombu.utils.json import loads
+from redis.exceptions import DataError, ResponseError
 
 from delaytasks.broker.arming import RUN, SWEEP
 from delaytasks.loops import start_thread
+from delaytasks.model.clock import monotonic
 
 if TYPE_CHECKING:
     from delaytasks.worker.worker_runtime import WorkerRuntime
@@ -171,11 +175,9 @@ class GuardStep(bootsteps.Step):
 
     def _connected(self, connection: Any) -> Any:
         if connection.transport.driver_type == "redis":
+            prefix = self._runtime.settings.namespace + "."
             keep_polling(connection.transport, self._consumer.hub)
-            channel = connection.default_channel
-            # A channel that closes reads the answer to its last `BRPOP` by this method.
-            channel._brpop_read = self._guarded(channel._brpop_read)
-            channel.handlers["BRPOP"] = channel._brpop_read
+            ReadAhead(connection.default_channel, prefix, self._guarded)
         return connection
 
     @property
@@ -248,6 +250,86 @@ class GuardStep(bootsteps.Step):
         if tasks is not None and all(queue.name.startswith(prefix) for queue in tasks.queues):
             return True
         return str((message.delivery_info or {}).get("routing_key")).startswith(prefix)
+
+
+# -- a distant Redis -------------------------------------------------------------------------------
+
+#: Redis is distant if a round trip takes longer. A near one would only have more commands to
+#: execute.
+DISTANT_S = 0.005
+#: The number of messages that one command takes. The others are left to other workers.
+MESSAGES = 20
+
+#: Makes a function that does not raise the errors that a malformed message causes.
+Guarded = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class ReadAhead:
+    """Sends `RPOP` for each queue of delaytasks before each `BRPOP` of a channel.
+
+    It replaces the functions with which kombu reads from `channel`. `prefix` begins the names of
+    our queues. The messages of these queues are not acknowledged, so their number is not limited.
+    """
+
+    def __init__(self, channel: Any, prefix: str, guarded: Guarded) -> None:
+        self._channel = channel
+        self._prefix = prefix
+        self._deliver = guarded(self._deliver_one)
+        began = monotonic()
+        channel.client.ping()
+        self._is_distant = monotonic() - began > DISTANT_S
+        #: The queues whose answers have not been read, in the order of the commands.
+        self._asked: list[str] = []
+        channel._brpop_start = partial(self._ask, channel._brpop_start)
+        # A channel that closes reads the answer to its last `BRPOP` by this method.
+        read = guarded(channel._brpop_read)
+        channel._brpop_read = partial(self._read, read, is_closing=True)
+        channel.handlers["BRPOP"] = partial(self._read, read)
+
+    def _ask(self, start: Callable[..., None], *timeout: Any) -> None:
+        """Ask for messages of our queues, if Redis is distant, and then for one as kombu does."""
+        queues = self._channel.active_queues if self._is_distant else ()
+        ours = [queue for queue in queues if queue.startswith(self._prefix)]
+        connection = self._channel.client.connection
+        for queue in ours:
+            key = self._channel.global_keyprefix + self._channel._q_for_pri(queue, 0)
+            connection.send_command("RPOP", key, MESSAGES)
+        self._asked = ours
+        start(*timeout)
+
+    def _read(
+        self, read_one: Callable[..., Any], *, is_closing: bool = False, **options: Any
+    ) -> Any:
+        """Deliver the messages that were asked for ahead, and then the one of `BRPOP`.
+
+        Unless the channel is closing, do not wait for the answer to the `BRPOP` if it has not
+        arrived together with the other ones.
+        """
+        connection, asked, self._asked = self._channel.client.connection, self._asked, []
+        found = []
+        try:
+            for queue in asked:
+                found += [(queue, message) for message in self._answer(connection)]
+            if asked and not is_closing and not connection.can_read(timeout=0):
+                return None
+        except self._channel.connection_errors:
+            connection.disconnect()  # as kombu does, which then connects again
+            raise
+        finally:
+            for queue, message in found:
+                self._deliver(queue, message)
+        return read_one(**options)
+
+    def _answer(self, connection: Any) -> Collection[bytes]:
+        try:
+            return self._channel.client.parse_response(connection, "RPOP") or ()
+        except ResponseError:
+            # Redis is older than 6.2, or refuses the key, as it then also does for `BRPOP`.
+            self._is_distant = False
+            return ()
+
+    def _deliver_one(self, queue: str, message: bytes) -> None:
+        self._channel.connection._deliver(loads(bytes_to_str(message)), queue)
 
 
 # -- a lost broker ---------------------------------------------------------------------------------

@@ -153,8 +153,7 @@ def test_a_worker_receives_several_tasks_in_a_round_trip_to_a_distant_broker(
     With `arm="inline"` each task has a message of its own.
     """
     # Only messages can start tasks within the time of this test.
-    timer = "redis" if "redis" in broker else "eta"
-    d = deploy("postgresql", broker, arm=arm, timer=timer, _self_sweep_s=600, _grace_s=60)
+    d = deploy("postgresql", broker, arm=arm, _self_sweep_s=600, _grace_s=60)
     proxies.append(proxy := proxy_to(d.conf["broker_url"]))
     proxy.delay_s = DELAY_S
     d.conf["broker_url"] = proxy.url(d.conf["broker_url"])
