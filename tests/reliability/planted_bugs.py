@@ -65,7 +65,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "complete": (Claims, "complete"),
     "renew": (Leases, "renew"),
     "tell of a renewal": (WorkerMemory, "record_renewal"),
-    "release": (Leases, "release"),
+    "release": (Leases, "recover_dead"),
     "recover": (Leases, "recover"),
     "sweep": (Sweeper, "sweep"),
     "begin a sweep": (SweepQueries, "begin_sweep"),
