@@ -131,10 +131,10 @@ def test_a_worker_whose_connections_became_silent_reports_in_time(postgresql_url
     finally:
         at_work.close()
         world.close()
-        store.schema.metadata.drop_all(store.database.tx)
         store.close()
+        proxy.close()  # ends the transaction of a connection that became silent in it
+        direct.schema.metadata.drop_all(direct.database.tx)
         direct.close()
-        proxy.close()
 
 
 def test_a_report_under_way_leaves_no_row_of_a_stopped_worker(
