@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -250,7 +250,8 @@ class PolicyCalls(CallGroup):
         ['mail.send']
         """
         only = () if tag is None and queue is None else (named(tag, queue),)
-        return read_policies(self._runtime.store.policies, *only)[0]
+        table = self._runtime.store.policies
+        return with_counts(table, table.read(*only))[0]
 
     alist = twin(list)
 
@@ -267,12 +268,12 @@ class PolicyCalls(CallGroup):
         return policy
 
 
-def read_policies(table: PolicyTable, *only: tuple[Kind, str]) -> tuple[list[Policy], int | None]:
-    """Return all policies, or those of these kinds and names, with the numbers of their rows.
+def with_counts(table: PolicyTable, policies: Iterable[Policy]) -> tuple[list[Policy], int | None]:
+    """Return the policies by kind and name, with the numbers of their rows.
 
     The second value is the number of all HELD rows. Without a policy, nothing is counted.
     """
-    policies = sorted(table.read(*only), key=lambda policy: (policy.kind, policy.name))
+    policies = sorted(policies, key=lambda policy: (policy.kind, policy.name))
     if not policies:
         return [], None
     counts = table.count(Status.HELD)

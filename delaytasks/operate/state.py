@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from delaytasks.broker.link import broker_error
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import LostWorker, RegisteredWorker
-from delaytasks.model.clock import AN_HOUR, hour_of, monotonic
+from delaytasks.model.clock import AN_HOUR, hour_of
 from delaytasks.model.errors import StoreError
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
-from delaytasks.operate.policy_calls import read_policies
+from delaytasks.operate.policy_calls import with_counts
 from delaytasks.operate.state_queries import (
     MAX_COUNTED,
     Count,
@@ -295,8 +295,6 @@ class DeploymentState:
     #: The workers by name.
     workers: Sequence[RegisteredWorker] = ()
     policies: Sequence[Policy] = ()
-    #: How long the queries took.
-    read_s: float = 0.0
     #: The workers that were lost within the last hour, the latest loss first.
     lost: Sequence[LostWorker] = ()
     #: Failures with the same tag and kind of error, and whether all FAILED tasks are in them.
@@ -371,7 +369,7 @@ def read_state(
     try:
         found = read_tables(store, settings, most_counted)
         rows = failed_rows(store.database, store.schema) if found.failed else []
-        policies, held = read_policies(store.policies)
+        policies, held = with_counts(store.policies, found.policies)
     except StoreError as error:
         return DeploymentState(now, DatabaseState(store.database.shown_url, None, error), services)
     # Tasks may have moved between two queries. The sentences of the verdict contain the later
@@ -408,8 +406,8 @@ def read_tables(
 
     A number of tasks of a status that is larger than `most_counted` is the planner's estimate.
     """
-    began, database = monotonic(), store.database
-    stats, now = Stats(database, store.schema), store.tasks.now()
+    database, now = store.database, store.tasks.now()
+    stats = Stats(database, store.schema)
     workers, policies = store.workers.registered(now, settings.silent_s), store.policies.read()
     counts = stats.counts(most_counted)
     rows, late = OverdueRows(database, store.schema), list[ExplainedGroup]()
@@ -425,7 +423,7 @@ def read_tables(
         if len(late) < MAX_EXPLAINED_GROUPS:  # these are all overdue tasks
             oldest = min((group.oldest for group in late), default=None)
             overdue = OverdueCount(sum(group.tasks for group in late), oldest)
-    found = DeploymentState(
+    return DeploymentState(
         now,
         DatabaseState(database.shown_url, stats.server(), problem=server_problem(database)),
         ServicesState(settings.timer_kind, settings.uses_broker),
@@ -439,4 +437,3 @@ def read_tables(
         policies=policies,
         lost=store.workers.lost(),
     )
-    return replace(found, read_s=monotonic() - began)
