@@ -141,7 +141,7 @@ def _of_every_page() -> dict[str, Any]:
         "is_operator": viewer() is not None and viewer().role >= Role.OPERATE,
         "offers": forms.OFFERS,
         "may": forms.can_perform,
-        "fields_of": forms.fields_of,
+        "fields_of": lambda name: OPERATIONS[name].fields,
         "filters": FILTERS,
         "known": pages_tags.known_names,
         "zone": zone_label(),

@@ -33,16 +33,7 @@ from delaytasks.model.policies import Policy
 from delaytasks.model.task import CancelResult, DelayedTask
 from delaytasks.model.text import one_line
 from delaytasks.operate.bulk_calls import BulkResult
-from delaytasks.operate.operations import (
-    ACTOR,
-    FILTERS,
-    IF_VERSION,
-    INSTANT,
-    OPERATIONS,
-    RUNNING,
-    Operation,
-    Parameter,
-)
+from delaytasks.operate.operations import ACTOR, FILTERS, INSTANT, OPERATIONS, Operation, Parameter
 from delaytasks.operate.searches import error_filter
 from delaytasks.recurring.definition import ANY_START, EVERY, RecurringSchedule
 
@@ -82,16 +73,6 @@ OFFERS = {
 def can_perform(name: str) -> bool:
     """Return whether the role of the viewer allows an operation."""
     return viewer().role >= OFFERS[name].role
-
-
-def fields_of(name: str) -> list[Parameter]:
-    """Return the parameters of an operation that a form shows.
-
-    The others are the name of the viewer, and what belongs to one task.
-    """
-    operation, hidden = OPERATIONS[name], (ACTOR, IF_VERSION, RUNNING)
-    shown = [each for each in operation.parameters if each not in hidden]
-    return shown + [each for each in operation.only_bulk if each.name != "entry"]
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -289,8 +270,7 @@ def chosen_tasks(name: str, form: MultiDict[str, str]) -> tuple[dict[str, Any], 
 
 def _perform_on_many(operation: Operation) -> Response:
     """Start a bulk operation in a thread, and lead to its log entry."""
-    shown = (*fields_of(operation.name), *operation.only_bulk)
-    values = values_of(shown, request.form)
+    values = values_of((*operation.fields, *operation.only_bulk), request.form)
     if "entry" not in values:
         values |= chosen_tasks(operation.name, request.form)[0]
     shared, actor, stop, begun = state(), viewer().name, threading.Event(), Future[int]()

@@ -226,6 +226,7 @@ AT = Parameter("at", INSTANT, "As 2030-01-31T18:00:00Z. A time in the past means
 IF_VERSION = Parameter("version", VERSION, "Only if the task still has this version.")
 RUNNING = Parameter("running", FLAG, "Ask tasks that run to stop.")
 ACTOR = Parameter("actor", printable(ACTOR_LENGTH), "Who does it [you on this host].")
+ENTRY = Parameter("entry", text(20), "Many: cancelled by this operation of the `log`.")
 BODY = Parameter("body", ANY_VALUE, "The argument of the processor.")
 BODY_VERSION = Parameter(
     "body_version", integer(FIRST_VERSION, MAX_VERSION), "The version of its body. [1]"
@@ -314,6 +315,15 @@ class Operation:
             for each in (*self.parameters, *self.only_bulk)
             if typed.get(each.name, "").strip()
         }
+
+    @property
+    def fields(self) -> list[Parameter]:
+        """The parameters that a form shows.
+
+        The others are the name of the viewer, what belongs to one task, and a log entry.
+        """
+        hidden = (ACTOR, IF_VERSION, RUNNING, ENTRY)
+        return [each for each in (*self.parameters, *self.only_bulk) if each not in hidden]
 
     @property
     def is_command(self) -> bool:
@@ -466,7 +476,7 @@ def reschedule(delays: DelayTasks, **options: Any) -> DelayedTask:
     routes={"rerunTask": ("POST", "/v1/tasks/{id}/rerun")},
     done="rerun",
     bulk=lambda delays, **options: delays.bulk.rerun(**options),
-    only_bulk=(Parameter("entry", text(20), "Many: cancelled by this operation of the `log`."),),
+    only_bulk=(ENTRY,),
 )
 def rerun(delays: DelayTasks, **options: Any) -> DelayedTask:
     """Run FAILED or CANCELLED tasks again: by their ids, or many FAILED ones that match filters.

@@ -30,7 +30,7 @@ from delaytasks.model.inputs import ACTOR_LENGTH, check_id, parse_instant, show_
 from delaytasks.model.moves import MOVES, Status
 from delaytasks.model.task import Attempt, DelayedTask, Page
 from delaytasks.model.text import count, last_line, one_line
-from delaytasks.operate.operations import IF_VERSION, OPERATIONS, RUNNING, Operation
+from delaytasks.operate.operations import OPERATIONS, Operation
 from delaytasks.operate.searches import SearchTimeoutError, error_filter
 from delaytasks.operate.single_tasks import find_tasks, pretty_body, pretty_result
 from delaytasks.runtime import runtime_of
@@ -159,24 +159,19 @@ def _question(model_admin: Any, request: Any, operation: Operation) -> Any:
     if not movable:
         sources = " or ".join(sorted(each.name for each in MOVES[operation.name].sources))
         raise InvalidInputError(f"{operation.name}: no selected task is {sources}", "status")
-    fields = (*operation.parameters, *operation.only_bulk)
     context = {
         **model_admin.admin_site.each_context(request),
         "opts": model_admin.opts,
         "media": model_admin.media,
         "title": operation.name.capitalize(),
         "operation": operation,
-        "fields": [each for each in fields if each not in _NOT_ASKED],
+        "fields": operation.fields,
         "checkbox": ACTION_CHECKBOX_NAME,
         "asked_at": now.isoformat(),
         "tasks": movable,
         "left": len(tasks) - len(movable),
     }
     return TemplateResponse(request, "admin/delaytasks/delaytaskrow/confirm.html", context)
-
-
-#: Parameters for one task only, and one that names other tasks than those selected.
-_NOT_ASKED = (IF_VERSION, RUNNING, *(each for each in OPERATIONS["rerun"].only_bulk))
 
 
 def _perform(model_admin: Any, request: Any, operation: Operation) -> None:
