@@ -391,9 +391,7 @@ def callback(delays: DelayTasks, url: str, body: Any = None, **options: Any) -> 
     "list",
     "read",
     *FILTERS,
-    Parameter(
-        "cursor", text(200, "^[A-Za-z0-9_-]+=*$"), "Continue after the page that has this cursor."
-    ),
+    Parameter("cursor", CURSOR, "Continue after the page that has this cursor."),
     Parameter("limit", integer(1, PAGE_MAX), "The most tasks, 1 to 1000. [100]"),
     Parameter("newest_first", FLAG, "Begin with the latest due time."),
     routes={"findTasks": ("GET", "/v1/tasks")},
