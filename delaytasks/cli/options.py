@@ -15,7 +15,7 @@ import click
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.results import answer_result
 from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.inputs import parse_duration, parse_past
+from delaytasks.model.inputs import parse_duration
 from delaytasks.operate.operations import (
     BODY,
     FLAG,
@@ -26,6 +26,7 @@ from delaytasks.operate.operations import (
     Operation,
     Parameter,
 )
+from delaytasks.operate.texts import parse_past
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in later versions

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import click
 
 from delaytasks.model.errors import ConfigError, DelayTaskError, InvalidInputError
-from delaytasks.model.inputs import show_from_now, show_instant
 from delaytasks.model.moves import Status
 from delaytasks.model.task import DelayedTask
-from delaytasks.model.text import last_line, one_line
+from delaytasks.model.text import one_line
+from delaytasks.operate.texts import last_line, show_from_now, show_instant
 
 #: Printed in a cell without a value, so that a script can count the columns of a piped table.
 NOTHING = "-"

@@ -15,9 +15,10 @@ from delaytasks.cli.context import Cli, Command, Group, pass_cli
 from delaytasks.cli.options import command_of
 from delaytasks.cli.output import NOTED, Cell, Table
 from delaytasks.model.errors import ConfigError, DelayTaskError, InvalidInputError
-from delaytasks.model.inputs import PAGE_MAX, show_instant
+from delaytasks.model.inputs import PAGE_MAX
 from delaytasks.model.text import count
 from delaytasks.operate.operations import OPERATIONS
+from delaytasks.operate.texts import show_instant
 from delaytasks.recurring.definition import Definition, RecurringSchedule, celery_call, zone_of
 from delaytasks.recurring.recurring import put
 from delaytasks.runtime import Runtime, runtime_of

@@ -9,11 +9,11 @@ from typing import Any
 from delaytasks.cli.context import Cli
 from delaytasks.cli.output import BAD, GOOD, NOTED, NOTHING, Part, Table, cell, sentence
 from delaytasks.model.filters import LogEntry
-from delaytasks.model.inputs import show_from_now, show_instant
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import count, some_values
 from delaytasks.operate.operations import Operation, document_of
+from delaytasks.operate.texts import show_from_now, show_instant
 from delaytasks.recurring.definition import RecurringSchedule
 
 #: What is said of an operation that lists nothing.

@@ -32,18 +32,13 @@ from delaytasks.cli.output import (
 from delaytasks.cli.setup import broker_url
 from delaytasks.client import DelayTasks
 from delaytasks.db import migrations
-from delaytasks.model.inputs import (
-    ALL_QUEUES,
-    show_duration,
-    show_instant,
-    show_measured,
-    show_offset,
-)
+from delaytasks.model.inputs import ALL_QUEUES, show_duration
 from delaytasks.model.moves import Status
 from delaytasks.model.text import count, mask_url, one_line
 from delaytasks.operate.health import HealthChecks, HealthQuestion
 from delaytasks.operate.live import snapshot
 from delaytasks.operate.state import DeploymentState, ask_broker, read_state
+from delaytasks.operate.texts import show_instant, show_measured, show_offset
 from delaytasks.operate.verdict import verdict_of
 from delaytasks.runtime import runtime_of
 

@@ -41,15 +41,16 @@ from delaytasks.cli.output import (
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError, StoreError, TaskNotFoundError
 from delaytasks.model.filters import Filter, filter_of
-from delaytasks.model.inputs import check_id, show_duration, show_from_now
+from delaytasks.model.inputs import check_id, show_duration
 from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import CancelResult, DelayedTask
-from delaytasks.model.text import count, last_line, one_line
+from delaytasks.model.text import count, one_line
 from delaytasks.operate import operations
 from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.operate.operations import Operation
 from delaytasks.operate.searches import Follower, changed_at
 from delaytasks.operate.single_tasks import pretty_body
+from delaytasks.operate.texts import last_line, show_from_now
 from delaytasks.operate.why import why
 
 # -- Filters, which all commands share ------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from markupsafe import Markup, escape
 
 from delaytasks.model.clock import UTC
-from delaytasks.model.inputs import show_measured
+from delaytasks.operate.texts import show_measured
 
 WIDTH, HEIGHT = 520, 190
 LEFT, RIGHT, TOP, BOTTOM = 54, 6, 10, 24

@@ -27,7 +27,7 @@ from delaytasks.console.shown import local_text, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, TaskNotFoundError
 from delaytasks.model.filters import check_ids
-from delaytasks.model.inputs import check_id, parse_past
+from delaytasks.model.inputs import check_id
 from delaytasks.model.moves import MOVES, RetrySchedule, Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import CancelResult, DelayedTask
@@ -35,6 +35,7 @@ from delaytasks.model.text import one_line
 from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.operate.operations import ACTOR, FILTERS, INSTANT, OPERATIONS, Operation, Parameter
 from delaytasks.operate.searches import error_filter
+from delaytasks.operate.texts import parse_past
 from delaytasks.recurring.definition import ANY_START, EVERY, RecurringSchedule
 
 logger = logging.getLogger(__name__)

@@ -38,10 +38,10 @@ from werkzeug.wrappers import Response as AnyResponse
 
 from delaytasks.client import DelayTasks
 from delaytasks.console.viewers import HOST_REQUEST, LoginLimit, Role, UserFile, Viewer
-from delaytasks.loops import Latest
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError
 from delaytasks.operate.bulk_calls import record_action
+from delaytasks.operate.forecast import LatestForecast
 from delaytasks.operate.health import ENDPOINTS
 from delaytasks.operate.state import DeploymentState, ask_broker, read_state
 from delaytasks.runtime import Runtime, runtime_of
@@ -156,7 +156,7 @@ class ConsoleState:
         self.cache = SharedCache()
         #: What ran, which no action changes: a chart of a year is read rarely.
         self.history = SharedCache()
-        self.forecast = Latest("forecast", delays.forecast)
+        self.forecast = LatestForecast(delays.forecast)
         #: The bulk operations of this process, and what stops each of them, by its log entry.
         self.threads = threading.BoundedSemaphore(MOST_ACTIVE)
         self.stops = WeakValueDictionary[int, threading.Event]()
@@ -165,7 +165,7 @@ class ConsoleState:
     def forget(self) -> None:
         """Drop what was read, after an action of many tasks: it may have spread a peak."""
         self.cache.forget()
-        self.forecast = Latest("forecast", self.delays.forecast)
+        self.forecast = LatestForecast(self.delays.forecast)
 
     def snapshot(self) -> DeploymentState:
         """Return the state of the deployment, which is some seconds old, and up to a minute if the

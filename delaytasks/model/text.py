@@ -59,14 +59,6 @@ def traceback_text(error: BaseException, max_bytes: int) -> str:
     return storable(text, max_bytes)
 
 
-def last_line(error: str | None, longest: int = 200) -> str:
-    """Return the line of a traceback that names the error: the first one after its frames."""
-    lines = (error or "").strip().split("\n")
-    last_frame = max((n for n, line in enumerate(lines) if line.startswith('  File "')), default=-1)
-    after = [line for line in lines[last_frame + 1 :] if line and not line.startswith(" ")]
-    return one_line(after[0] if after else lines[-1], longest)
-
-
 def shown(value: object, longest: int = 60) -> str:
     """Return a short `repr` for messages, also of objects whose `repr` fails."""
     try:

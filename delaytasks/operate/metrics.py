@@ -17,12 +17,12 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.events import Events
-from delaytasks.loops import Latest, Loop
+from delaytasks.loops import Loop
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import ConfigError, StoreError
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LATE_S, late_start
-from delaytasks.operate.forecast import Forecast, make_forecast
+from delaytasks.operate.forecast import Forecast, LatestForecast, make_forecast
 from delaytasks.operate.state import DeploymentState, ask_broker, beat_age_s, read_tables
 from delaytasks.run.observers import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, RunCounts
 from delaytasks.settings import Address
@@ -199,7 +199,7 @@ class DatabaseMetrics(Collector):
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._forecast = Latest("forecast", lambda: make_forecast(runtime))
+        self._forecast = LatestForecast(lambda: make_forecast(runtime))
         self._lock = threading.Lock()
         self._metrics: Sequence[Metric] = ()
         self._is_read_again_at = -inf

@@ -38,7 +38,8 @@ from delaytasks.model.task import (
     id_of,
     shown_json,
 )
-from delaytasks.model.text import last_line, shown
+from delaytasks.model.text import shown
+from delaytasks.operate.texts import last_line
 
 if TYPE_CHECKING:
     from delaytasks.db.store import Store

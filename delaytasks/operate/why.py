@@ -22,19 +22,13 @@ from delaytasks.db.sweep_queries import RegisteredWorker
 from delaytasks.db.task_rows import has_status
 from delaytasks.model.body import PREFIX, name_in, names_of
 from delaytasks.model.clock import MAX_ID, first_id, from_us
-from delaytasks.model.inputs import processor_tag, show_duration, show_instant
+from delaytasks.model.inputs import processor_tag, show_duration
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import ASKED, DelayedTask, is_encrypted
-from delaytasks.model.text import (
-    DEFERRALS,
-    MOST_NAMES,
-    count,
-    last_line,
-    one_more_worker,
-    some_values,
-)
+from delaytasks.model.text import DEFERRALS, MOST_NAMES, count, one_more_worker, some_values
 from delaytasks.operate.state_queries import Running, Stats, running_by_tag
+from delaytasks.operate.texts import last_line, show_instant
 
 if TYPE_CHECKING:
     from delaytasks.operate.state_queries import OverdueGroup

@@ -16,10 +16,11 @@ from delaytasks.db.database import is_on_the_loop
 from delaytasks.db.migrations import url_of
 from delaytasks.db.store import Store
 from delaytasks.loops import twin
-from delaytasks.model.inputs import Delay, check_delay, check_instant, show_from_now
+from delaytasks.model.inputs import Delay, check_delay, check_instant
 from delaytasks.model.moves import WAITING, Done, Outcome, Status
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import count
+from delaytasks.operate.texts import show_from_now
 from delaytasks.run.calls import result_of, run_coroutine
 from delaytasks.runtime import Runtime, runtime_of
 from delaytasks.testing.runs import Run, TestRunner

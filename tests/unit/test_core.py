@@ -30,18 +30,14 @@ from delaytasks.db.engines import MISSING, sqlite_path, translate
 from delaytasks.db.schema import BODY, RESULT
 from delaytasks.db.statements import _COPY_CHARACTERS, _COPY_ROWS, _copy_parts, _CopyFile
 from delaytasks.model import body as body_json
-from delaytasks.model import clock, inputs
+from delaytasks.model import clock
 from delaytasks.model.body import Cipher, dump_flat, dump_json, encode_body, key_name
-from delaytasks.model.inputs import (
-    parse_duration,
-    parse_instant,
-    show_duration,
-    show_from_now,
-    show_instant,
-)
+from delaytasks.model.inputs import parse_duration, parse_instant, show_duration
 from delaytasks.model.task import is_encrypted
 from delaytasks.model.text import TABLES_REMEDY, Secret, mask_secret, mask_url, one_line, storable
+from delaytasks.operate import texts
 from delaytasks.operate.access import TokenBuckets
+from delaytasks.operate.texts import show_from_now, show_instant
 from delaytasks.run.runner import FailureReason
 from tests.fuzzing import fuzz, json_like, plain
 from tests.refusals import invalid
@@ -116,7 +112,7 @@ def test_a_duration_is_shown_by_its_two_largest_units() -> None:
     assert {seconds: show_duration(seconds) for seconds in SHOWN} == SHOWN
     assert show_from_now(NOON + timedelta(minutes=90), NOON) == "in 1h30m"
     assert show_from_now(NOON - timedelta(seconds=5), NOON) == "5s ago"
-    measured = [inputs.show_measured(seconds) for seconds in (None, 0, 0.0123, 1.5, 90)]
+    measured = [texts.show_measured(seconds) for seconds in (None, 0, 0.0123, 1.5, 90)]
     assert measured == ["–", "0", "12ms", "1.5s", "1m30s"]
 
 

@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu.connection import Connection
 
-from delaytasks import StoreError, StoreUnavailableError
-from delaytasks import loops as loops
+from delaytasks import StoreError, StoreUnavailableError, loops
 from delaytasks.broker.link import bounded_connection
 from delaytasks.db.engines import ForkGate
 from delaytasks.db.sweep_queries import RegisteredWorker, ServiceTimes
@@ -28,8 +27,10 @@ from delaytasks.events import Events
 from delaytasks.limits import tracked_waitlists
 from delaytasks.limits.admission import StartPace
 from delaytasks.limits.tracked_waitlists import TrackedWaitlists, WaitlistName
-from delaytasks.loops import Availability, Latest
+from delaytasks.loops import Availability
 from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
+from delaytasks.operate import forecast
+from delaytasks.operate.forecast import LatestForecast
 from delaytasks.operate.state import beat_age_s, broker_down_s
 from delaytasks.worker import quick_loops
 from delaytasks.worker.quick_loops import ServiceWatch
@@ -310,7 +311,7 @@ def test_threads_that_notice_a_failure_simultaneously_report_it_once() -> None:
     assert told == ["down", "up"] * 200
 
 
-# -- the latest value, here a forecast, is kept, and callers rarely wait for a new one ------------
+# -- the latest forecast is kept, and callers rarely wait for a new one ---------------------------
 
 
 class Forecasts:
@@ -319,7 +320,7 @@ class Forecasts:
     def __init__(self, time: ManualTime) -> None:
         self.time, self.takes_s, self.made = time, 0.125, 0
         self.error: Exception | None = None
-        self.kept: Any = Latest("forecast", self.make)
+        self.kept: Any = LatestForecast(self.make)
 
     def make(self) -> Any:
         self.time.at += self.takes_s
@@ -335,11 +336,11 @@ class Forecasts:
 
 @pytest.fixture
 def forecasts(time: ManualTime, monkeypatch: MonkeyPatch) -> Forecasts:
-    monkeypatch.setattr(loops, "within", lambda _, work: work())
+    monkeypatch.setattr(forecast, "within", lambda _, work: work())
     return Forecasts(time)
 
 
-SHARES = [(0.125, loops.RENEW_S), (1, loops.RENEW_SHARE), (300, loops.MOST_RENEW_S)]
+SHARES = [(0.125, forecast.RENEW_S), (1, forecast.RENEW_SHARE), (300, forecast.MOST_RENEW_S)]
 
 
 @pytest.mark.parametrize(("takes_s", "rest_s"), SHARES)
@@ -353,10 +354,10 @@ def test_slow_forecasts_are_infrequent(forecasts: Forecasts, takes_s: float, res
 def test_after_an_error_the_last_forecast_is_kept_until_it_is_too_old(forecasts: Forecasts) -> None:
     assert forecasts.after(0) == (1, 0.125)
     forecasts.error = StoreUnavailableError("down")
-    assert forecasts.after(loops.RENEW_S) == (1, loops.RENEW_S + 0.25)
-    assert forecasts.after(loops.RENEW_S) is None
+    assert forecasts.after(forecast.RENEW_S) == (1, forecast.RENEW_S + 0.25)
+    assert forecasts.after(forecast.RENEW_S) is None
     forecasts.error = None
-    assert forecasts.after(loops.RENEW_S - 1) is None, "after an error, the database rests as well"
+    assert forecasts.after(forecast.RENEW_S - 1) is None, "after an error, the database rests"
     assert forecasts.after(1) == (4, 0.125)
 
 
@@ -368,16 +369,16 @@ def test_callers_get_an_old_forecast_meanwhile(time: ManualTime, monkeypatch: Mo
         assert len(made) == 1 or goes_on.wait(30)
         return len(made)
 
-    kept: Any = Latest("forecast", make)
+    kept: Any = LatestForecast(make)
 
     def found() -> Any:
         recent = kept.get()
         return recent and recent[0]
 
     assert found() == 1
-    time.at += loops.RENEW_S
+    time.at += forecast.RENEW_S
     assert [found(), found()] == [1, 1]
-    time.at += loops.RENEW_S + 1
+    time.at += forecast.RENEW_S + 1
     assert found() is None, "it is too old, and the thread still works"
     goes_on.set()
     wait_until(lambda: found() == 2, 20, "the new forecast")

@@ -26,13 +26,14 @@ from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import DelayTaskRow
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, TaskNotFoundError
 from delaytasks.model.filters import MAX_IDS
-from delaytasks.model.inputs import ACTOR_LENGTH, check_id, parse_instant, show_from_now
+from delaytasks.model.inputs import ACTOR_LENGTH, check_id, parse_instant
 from delaytasks.model.moves import MOVES, Status
 from delaytasks.model.task import Attempt, DelayedTask, Page
-from delaytasks.model.text import count, last_line, one_line
+from delaytasks.model.text import count, one_line
 from delaytasks.operate.operations import OPERATIONS, Operation
 from delaytasks.operate.searches import SearchTimeoutError, error_filter
 from delaytasks.operate.single_tasks import find_tasks, pretty_body, pretty_result
+from delaytasks.operate.texts import last_line, show_from_now
 from delaytasks.runtime import runtime_of
 
 __all__ = ["DelayTaskRowAdmin"]

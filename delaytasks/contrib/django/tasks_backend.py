@@ -22,7 +22,8 @@ from delaytasks.contrib.django.instance import project_delays
 from delaytasks.model.errors import InvalidInputError, LeaseLostError, TaskNotFoundError
 from delaytasks.model.moves import Done, Status
 from delaytasks.model.task import Attempt, DelayedTask
-from delaytasks.model.text import last_line, traceback_text
+from delaytasks.model.text import traceback_text
+from delaytasks.operate.texts import last_line
 from delaytasks.registry import ProcessorSpec
 from delaytasks.run.calls import ends_process
 from delaytasks.runtime import runtime_of
