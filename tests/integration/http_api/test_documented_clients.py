@@ -18,7 +18,6 @@ from tests.ui.console_site import served
 BLOCKS = [(block.language, block.text) for block in blocks(ROOT / "docs/callbacks.md")]
 #: By the language of a block: the file for it, and the command that runs the file.
 COMMANDS = {"text": ("schedule.sh", ["sh"]), "javascript": ("schedule.mjs", ["node"])}
-COMMANDS["go"] = ("schedule.go", ["go", "run"])
 
 
 @pytest.fixture
