@@ -1,6 +1,6 @@
 """Run the Python blocks of a page in an empty folder: `python -m tests.doc_runner PAGE`.
 
-The setups of a page may use `database_url`, `make_tables`, `django_project` and `run_tests`.
+The setups of a page may use `database_url`, `make_tables` and `django_project`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import inspect
 import os
 import re
 import sys
-import unittest
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,8 +47,7 @@ def run_page(page: Path) -> None:
     url, loop = os.environ["DELAYTASKS_DATABASE_URL"], asyncio.new_event_loop()
     sys.modules["docs"] = ModuleType("docs")
     names = vars(sys.modules["docs"])
-    names |= {"database_url": url, "make_tables": make_tables}
-    names |= {"django_project": django_project, "run_tests": run_tests}
+    names |= {"database_url": url, "make_tables": make_tables, "django_project": django_project}
     for block in blocks(page):
         if block.runs:
             # Empty lines before the block make tracebacks show the page's line numbers.
@@ -81,13 +79,6 @@ def django_project(**settings: Any) -> Any:
     django.setup()
     call_command("migrate", run_syncdb=True, verbosity=0)
     return importlib.import_module("orders.models").Order
-
-
-def run_tests(case: type[unittest.TestCase]) -> None:
-    found = unittest.defaultTestLoader.loadTestsFromTestCase(case)
-    result = unittest.TextTestRunner().run(found)
-    assert result.testsRun > 0
-    assert result.wasSuccessful()
 
 
 if __name__ == "__main__":
