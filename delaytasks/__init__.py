@@ -10,18 +10,18 @@ from delaytasks.model.filters import LogEntry
 from delaytasks.model.moves import Cancel, Done, Fail, Outcome, Retry, RetrySchedule, Snooze, Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import Attempt, CancelResult, DelayedTask, NewTask, Page, TouchResult
-from delaytasks.operate.bulk_calls import BulkResult
+from delaytasks.operate.task_calls import BulkResult
 from delaytasks.registry import Processor
 from delaytasks.shards import Shards
 
 if TYPE_CHECKING:
-    from delaytasks.operate.findings import Finding
+    from delaytasks.operate.checks import Finding
     from delaytasks.operate.forecast import Forecast
     from delaytasks.recurring.definition import RecurringSchedule
 
 #: Values that most processes do not use, and the modules that have them.
 _LATER = {
-    "Finding": "operate.findings",
+    "Finding": "operate.checks",
     "Forecast": "operate.forecast",
     "RecurringSchedule": "recurring.definition",
 }

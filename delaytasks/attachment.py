@@ -200,7 +200,7 @@ def attach(celery_app: Any, delays: DelayTasks) -> None:
 
     def add_to_beat(sender: Any, **_: Any) -> None:
         # Imported here: a process that only registers processors does not need it.
-        from delaytasks.operate.start_checks import add_sweeps
+        from delaytasks.operate.checks import add_sweeps
 
         add_sweeps(sender, delays._runtime)
 

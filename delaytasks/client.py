@@ -43,9 +43,9 @@ from delaytasks.model.task import (
     new_task_of,
 )
 from delaytasks.model.text import TABLES_REMEDY
-from delaytasks.operate.bulk_calls import Bulk
 from delaytasks.operate.policy_calls import PolicyCalls
-from delaytasks.operate.single_tasks import (
+from delaytasks.operate.task_calls import (
+    Bulk,
     Pauses,
     cancel_task,
     find_tasks,
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from delaytasks.model.filters import Filters
     from delaytasks.model.moves import Outcome
     from delaytasks.model.task import OnConflict, TaskOptions, Transaction
-    from delaytasks.operate.findings import Finding
+    from delaytasks.operate.checks import Finding
     from delaytasks.operate.forecast import Forecast
     from delaytasks.operate.statistics import Statistics
     from delaytasks.recurring.recurring import Recurring
@@ -925,7 +925,7 @@ class DelayTasks:
         >>> for finding in delays.check():
         ...     print(finding.tag, finding.problem)
         """
-        from delaytasks.operate.findings import WaitingTasks
+        from delaytasks.operate.checks import WaitingTasks
 
         return [*WaitingTasks(self._runtime).findings()]
 

@@ -27,7 +27,7 @@ from delaytasks.model.body import Cipher
 from delaytasks.model.clock import Clock, IdMaker, fork_safe, wall_ms
 from delaytasks.model.policies import PolicyCache
 from delaytasks.model.task import DelayedTask
-from delaytasks.operate.start_checks import StartChecks
+from delaytasks.operate.checks import StartChecks
 from delaytasks.settings import load_settings
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from benchmarks.side import Figures, Side
 from benchmarks.waiting import BenchError
 from delaytasks import DelayTasks, Status
 from delaytasks.model.task import DelayedTask, Entry, Settlement
-from delaytasks.operate.state_queries import Stats
+from delaytasks.operate.state import task_counts
 from delaytasks.runtime import runtime_of
 from delaytasks.worker.sweep import PURGE_ROWS, RECOVER_ROWS
 
@@ -87,7 +87,7 @@ def _searches(delays: DelayTasks, key: str) -> list[Step]:
         ("find FAILED, a page", lambda: page(status=Status.FAILED), PAGE),
         ("find by key", lambda: page(key=key), 1),
         ("get by tag and key", lambda: delays.get(tag=ours.TAG, key=key).key, key),
-        ("counts", lambda: len(Stats(store.database, store.schema).counts()), len(Status)),
+        ("counts", lambda: len(task_counts(store)), len(Status)),
     ]
 
 

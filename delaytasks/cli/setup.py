@@ -18,8 +18,7 @@ from delaytasks.db import migrations
 from delaytasks.db.engines import lacks_sqlite_file
 from delaytasks.model.errors import ConfigError, StoreError
 from delaytasks.model.text import count, mask_url
-from delaytasks.operate.state import read_tables
-from delaytasks.operate.state_queries import server_problem
+from delaytasks.operate.state import read_tables, server_problem
 from delaytasks.runtime import runtime_of
 
 OTHER_DATABASE = (

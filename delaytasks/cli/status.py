@@ -6,8 +6,8 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, cast
 
 import click
@@ -35,11 +35,9 @@ from delaytasks.db import migrations
 from delaytasks.model.inputs import ALL_QUEUES, show_duration
 from delaytasks.model.moves import Status
 from delaytasks.model.text import count, mask_url, one_line
-from delaytasks.operate.health import HealthChecks, HealthQuestion
-from delaytasks.operate.live import snapshot
-from delaytasks.operate.state import DeploymentState, ask_broker, read_state
+from delaytasks.operate.health import HealthChecks, verdict_of
+from delaytasks.operate.state import DeploymentState, ask_broker, read_state, snapshot
 from delaytasks.operate.texts import show_instant, show_measured, show_offset
-from delaytasks.operate.verdict import verdict_of
 from delaytasks.runtime import runtime_of
 
 #: Seconds between two reads of `--watch`.
@@ -146,17 +144,17 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
         If the database does not answer.
     """
     runtime = runtime_of(delays)
-    state = read_state(runtime, ask_broker(runtime))
-    if state.database.error is not None:
-        raise state.database.error
-    return state
+    state = read_state(runtime)
+    if state.error is not None:
+        raise state.error
+    return replace(state, broker_error=ask_broker(runtime))
 
 
 def gather(cli: Cli) -> dict[str, Any]:
     """Return the document that `status --json` prints, and of which the text is made."""
     delays, runtime = cli.delays, cli.runtime
     state = read_deployment(delays)
-    live, services = snapshot(cli.store, delays.settings, state), state.services
+    live, settings = snapshot(cli.store, delays.settings, state), delays.settings
     live_total = live.total.as_json()
     del live_total["name"]
     document = {
@@ -189,13 +187,13 @@ def gather(cli: Cli) -> dict[str, Any]:
         "broker": {
             "url": broker_url(runtime.celery),
             # Without a broker, nothing was asked.
-            "is_up": services.broker_error is None if services.uses_broker else None,
-            "error": services.broker_error,
+            "is_up": state.broker_error is None if settings.uses_broker else None,
+            "error": state.broker_error,
         },
-        "timer": {"name": services.timer, **_timer(cli, state)},
+        "timer": {"name": settings.timer_kind, **_timer(cli, state)},
         "database": {
-            "url": state.database.url,
-            "server": state.database.server,
+            "url": cli.store.database.shown_url,
+            "server": state.server,
             "revision": migrations.current(*cli.tables),
             "head": migrations.head(),
         },
@@ -207,7 +205,7 @@ def _timer(cli: Cli, state: DeploymentState) -> dict[str, Any]:
     """Return the state of the timer. For `redis`, count the near tasks of each queue."""
     timer = cli.runtime.redis_timer
     if timer is None:
-        return {"is_up": state.services.broker_error is None, "queues": {}}
+        return {"is_up": state.broker_error is None, "queues": {}}
     served = {queue for worker in state.workers for queue in worker.queues} - {ALL_QUEUES}
     counts = timer.counts(sorted({cli.delays.settings.default_queue, *served}))
     near = {name: sum(of_queue) for name, of_queue in (counts or {}).items()}
@@ -355,12 +353,10 @@ def _probe(cli: Cli, component: str, live: bool, name: str | None, max_overdue: 
         raise click.UsageError("--name requires a component: worker or run")
     if live and max_overdue is not None:
         raise click.UsageError("--max-overdue cannot be combined with --live")
-    runtime = cli.runtime
-    question = HealthQuestion(component, socket.gethostname(), name, max_overdue)
-    checks = HealthChecks(runtime.store, runtime.settings, partial(ask_broker, runtime))
+    checks = HealthChecks(cli.runtime, component, socket.gethostname(), name, max_overdue)
     found = [
         check._replace(detail=cli.rewrite(check.detail))
-        for check in (checks.live(question) if live else checks.ready(question))
+        for check in (checks.live() if live else checks.ready())
     ]
     is_healthy = all(check.is_ok for check in found)
     document = {

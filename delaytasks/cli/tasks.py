@@ -46,10 +46,9 @@ from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import CancelResult, DelayedTask
 from delaytasks.model.text import count, one_line
 from delaytasks.operate import operations
-from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.operate.operations import Operation
 from delaytasks.operate.searches import Follower, changed_at
-from delaytasks.operate.single_tasks import pretty_body
+from delaytasks.operate.task_calls import BulkResult, pretty_body
 from delaytasks.operate.texts import last_line, show_from_now
 from delaytasks.operate.why import why
 

@@ -27,10 +27,9 @@ from delaytasks.console.viewers import (
 )
 from delaytasks.model.errors import ConfigError, DelayTaskError, StoreError, TaskNotFoundError
 from delaytasks.model.text import installed_version, one_line
-from delaytasks.operate.health import HealthChecks, Probes
 from delaytasks.operate.operations import FILTERS, OPERATIONS
 from delaytasks.operate.searches import SearchTimeoutError
-from delaytasks.runtime import runtime_of
+from delaytasks.operate.serving import Probes
 
 logger = logging.getLogger(__name__)
 THEMES = ("auto", "light", "dark")
@@ -91,7 +90,7 @@ def make_console(
     app.jinja_env.trim_blocks = app.jinja_env.lstrip_blocks = True
     install_filters(app)
     requests.protect(app, ConsoleState(delays, viewers, dict(_routes())))
-    Probes(lambda: HealthChecks(runtime_of(delays).store, delays.settings)).add_to(app)
+    Probes(delays).add_to(app)
     app.context_processor(_of_every_page)
     app.register_error_handler(Exception, _failed)
     return app

@@ -32,9 +32,9 @@ from delaytasks.model.moves import MOVES, RetrySchedule, Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import CancelResult, DelayedTask
 from delaytasks.model.text import one_line
-from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.operate.operations import ACTOR, FILTERS, INSTANT, OPERATIONS, Operation, Parameter
 from delaytasks.operate.searches import error_filter
+from delaytasks.operate.task_calls import BulkResult
 from delaytasks.operate.texts import parse_past
 from delaytasks.recurring.definition import ANY_START, EVERY, RecurringSchedule
 

@@ -25,17 +25,18 @@ from delaytasks.model.filters import Filter
 from delaytasks.model.moves import Status
 from delaytasks.model.task import Page
 from delaytasks.operate.forecast import HOUR_S, Forecast, busiest, headline
-from delaytasks.operate.live import snapshot
+from delaytasks.operate.health import Problem, verdict_of
 from delaytasks.operate.searches import SearchTimeoutError
-from delaytasks.operate.state import DeploymentState
+from delaytasks.operate.state import DeploymentState, snapshot
 from delaytasks.operate.statistics import gather_on_time
-from delaytasks.operate.verdict import Problem, verdict_of
 
 # -- the overview --------------------------------------------------------------------------------
 
 
 #: Seconds for which all viewers see the same counts of queues, and the same shares on time.
 QUEUES_S, SHARES_S = 5.0, 60.0
+#: The share of tasks that should be on time.
+ON_TIME_TARGET = 0.99
 
 
 def overview() -> dict[str, Any]:
@@ -46,18 +47,21 @@ def overview() -> dict[str, Any]:
     return {
         "s": found,
         "now": found.now,
+        "settings": state().delays.settings,
+        "database_url": runtime().store.database.shown_url,
         "verdict": verdict_of(found, zone, _ahead(found)),
         "due": due,
         "is_due_cut": sum(due) >= MOST_DUE,
         "due_chart": stacked_bars(starts, BAR, [Series("due", "due", due)]),
         "runs": shown_runs(),
         "on_time": cache.get("on_time", SHARES_S, lambda: gather_on_time(statistics, registry)),
+        "on_time_target": ON_TIME_TARGET,
     }
 
 
 def _ahead(found: DeploymentState) -> list[Problem]:
     """Return a problem if an hour of the last forecast does not fit."""
-    if found.is_down or not found.alive:
+    if found.error is not None or not found.alive:
         return []  # the forecast would be that of assumed processes
     recent = state().forecast.get()
     full = None if recent is None else recent[0].first_full
@@ -128,6 +132,7 @@ def failure(name: str) -> dict[str, Any]:
         "found": tasks,
         "actions": possible_operations(group.filters["status"]),
         "problem": problem,
+        "s": found,
         "now": found.now,
     }
 

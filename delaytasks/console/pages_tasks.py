@@ -17,7 +17,7 @@ from delaytasks.model.inputs import check_id
 from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
 from delaytasks.operate.searches import SearchTimeoutError
-from delaytasks.operate.single_tasks import find_tasks
+from delaytasks.operate.task_calls import find_tasks
 from delaytasks.operate.why import why
 
 # -- the list, and one task -----------------------------------------------------------------------

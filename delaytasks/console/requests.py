@@ -12,13 +12,12 @@ import logging
 import re
 import secrets
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from flask import (
@@ -38,86 +37,14 @@ from werkzeug.wrappers import Response as AnyResponse
 
 from delaytasks.client import DelayTasks
 from delaytasks.console.viewers import HOST_REQUEST, LoginLimit, Role, UserFile, Viewer
-from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError
-from delaytasks.operate.bulk_calls import record_action
 from delaytasks.operate.forecast import LatestForecast
-from delaytasks.operate.health import ENDPOINTS
+from delaytasks.operate.serving import ENDPOINTS, SharedCache
 from delaytasks.operate.state import DeploymentState, ask_broker, read_state
+from delaytasks.operate.task_calls import record_action
 from delaytasks.runtime import Runtime, runtime_of
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-#: Values that are kept. The ones that were read longest ago are dropped first.
-MOST_VALUES = 200
-#: A value is kept 20 times as long as its read took, so that its reads take 5 % of the time.
-KEPT_PER_READ = 20.0
-#: But not longer than this.
-LONGEST_KEPT_S = 60.0
-#: Seconds for which the waiting threads get the error of a read instead of repeating it.
-ERROR_KEPT_S = 4.0
-
-
-class _Slot:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.until = float("-inf")
-        self.value: Any = None
-        self.error: Exception | None = None
-
-
-class SharedCache:
-    """Keeps each value for some seconds. One thread reads it anew while the others wait."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._slots: OrderedDict[Hashable, _Slot] = OrderedDict()
-
-    def get(
-        self,
-        key: Hashable,
-        kept_s: float,
-        read: Callable[[], T],
-        *,
-        has_failed: Callable[[T], bool] = lambda value: False,
-    ) -> T:
-        """Return the value of `key`; call `read` if it is older than `kept_s` seconds.
-
-        A value whose read took long is kept for longer, so that a slow database is not read all the
-        time. An error of `read` is kept too, and raised in all threads that ask meanwhile.
-
-        Parameters
-        ----------
-        has_failed
-            Says that a value contains an error. It is then kept for `kept_s` seconds, however long
-            the database was silent.
-        """
-        with self._lock:
-            slot = self._slots.setdefault(key, _Slot())
-            self._slots.move_to_end(key)
-            while len(self._slots) > MOST_VALUES:
-                self._slots.popitem(last=False)
-        with slot.lock:
-            if monotonic() >= slot.until:
-                began, slot.error = monotonic(), None
-                try:
-                    slot.value = read()
-                except Exception as error:
-                    slot.error, slot.until = error, monotonic() + min(kept_s, ERROR_KEPT_S)
-                    raise
-                ended = monotonic()
-                slow_s = min(KEPT_PER_READ * (ended - began), LONGEST_KEPT_S)
-                slot.until = ended + (kept_s if has_failed(slot.value) else max(kept_s, slow_s))
-            if slot.error is not None:
-                raise slot.error.with_traceback(None)  # each raise would make it longer
-            value: T = slot.value
-            return value
-
-    def forget(self) -> None:
-        """Drop all values, after an action whose effect the viewer wants to see."""
-        with self._lock:
-            self._slots.clear()
 
 
 # -- what the requests share ----------------------------------------------------------------------
@@ -171,13 +98,11 @@ class ConsoleState:
         """Return the state of the deployment, which is some seconds old, and up to a minute if the
         database answers slowly."""
         found = self.cache.get(
-            "snapshot", SNAPSHOT_S, self._read_state, has_failed=lambda taken: taken.is_down
+            "snapshot", SNAPSHOT_S, self._read_state, has_failed=lambda taken: bool(taken.error)
         )
-        if not found.services.uses_broker:
-            return found
         ask = partial(ask_broker, runtime_of(self.delays))
         error = self.cache.get("broker", BROKER_S, ask, has_failed=bool)
-        return replace(found, services=found.services._replace(broker_error=error))
+        return replace(found, broker_error=error)
 
     def _read_state(self) -> DeploymentState:
         return read_state(runtime_of(self.delays), most_counted=MOST_COUNTED_ROWS)
@@ -367,13 +292,13 @@ def recorder(action: str, what: dict[str, Any]) -> Callable[..., None]:
 
     An action on one task is named so: the entries of `cancel`, for example, are of many tasks.
     """
-    actor, of, task = viewer().name, runtime(), number_of(str(what.get("id", "")))
+    actor, of = viewer().name, runtime()
     name = f"{action}_task" if "id" in what else action
 
     def record(*, is_refused: bool = False, **more: str) -> None:
         logger.info("console: %s by %s: %r%s", name, actor, what, " (refused)" * is_refused)
         try:
-            record_action(of, name, {**what, **more}, actor, is_refused=is_refused, task=task)
+            record_action(of, name, {**what, **more}, actor, is_refused=is_refused)
         except DelayTaskError:
             # The action itself may be done, and the log has it.
             logger.exception("console: the log entry of %s could not be written", name)

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from delaytasks.console.charts import sparkline
 from delaytasks.model.inputs import show_duration
 from delaytasks.model.text import some_values
-from delaytasks.operate.single_tasks import pretty_body, pretty_result
+from delaytasks.operate.task_calls import pretty_body, pretty_result
 from delaytasks.operate.texts import last_line, show_from_now, show_measured, show_offset
 
 #: What people call the statuses. The words are also the names of CSS classes.

@@ -21,7 +21,7 @@ from werkzeug.security import check_password_hash, generate_password_hash
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.inputs import ACTOR_LENGTH
 from delaytasks.model.text import one_line
-from delaytasks.operate.access import TokenBuckets, WatchedFile
+from delaytasks.operate.serving import TokenBuckets, WatchedFile
 from delaytasks.settings import make_folder, write_file
 
 

@@ -218,6 +218,10 @@ class Leases:
 
         return self._db.transaction(work)
 
+    def count_expired(self) -> int:
+        """Count the rows whose lease is over. The next sweep recovers them."""
+        return int(self._db.rows(select(func.count()).where(is_abandoned(self._t)))[0][0])
+
     def _leased_by(self, workers: Sequence[str]) -> ColumnElement[Any]:
         runs = is_rare(self._t.c.status == int(Status.RUNNING))
         return and_(runs, self._t.c.worker.in_(list(workers)))
@@ -455,6 +459,16 @@ def _published(tags: Collection[str] | None) -> str | None:
 _PARTITION_PRIME = 1_000_003
 
 
+class SweepState(NamedTuple):
+    """The last sweep of a sweep partition; without times if there was none."""
+
+    partition: int
+    is_late: bool = True
+    at: datetime | None = None
+    age_s: float | None = None
+    armed_until: datetime | None = None
+
+
 class SweepQueries:
     def __init__(self, database: Database, schema: Schema, timer: str, namespace: str) -> None:
         self._db = database
@@ -539,6 +553,20 @@ class SweepQueries:
         )
         swept = {row[0] for row in self._db.rows(fresh)}
         return sorted(set(range(sweep_partitions)) - swept)
+
+    def last(self, sweep_partitions: int, late_s: float, now: datetime) -> list[SweepState]:
+        """Return the last sweep of each sweep partition, with or without a broker.
+
+        One that is older than `late_s` is late.
+        """
+        s = self._s.c
+        mine = s.sweep_partitions.in_([sweep_partitions, -sweep_partitions])
+        query = select(s.sweep_partition, s.swept_at, s.armed_until).where(mine)
+        found = {}
+        for partition, at, armed_until in self._db.rows(query.order_by(s.swept_at)):
+            age_s = max((now - at).total_seconds(), 0.0)
+            found[partition] = SweepState(partition, age_s > late_s, at, age_s, armed_until)
+        return [found.get(number, SweepState(number)) for number in range(sweep_partitions)]
 
     def _stored_count(self, sweep_partitions: int) -> int:
         """Return the number of sweep partitions as the rows of sweeps store it.

@@ -33,7 +33,7 @@ from delaytasks.model.inputs import celery_key, celery_tag
 from delaytasks.model.moves import Done, Fail, Outcome, Retry, Snooze
 from delaytasks.model.task import DelayedTask, NewTask, Transaction, connection_of
 from delaytasks.model.text import shown
-from delaytasks.operate.single_tasks import cancel_task
+from delaytasks.operate.task_calls import cancel_task
 
 if TYPE_CHECKING:
     from delaytasks.attachment import CeleryCall

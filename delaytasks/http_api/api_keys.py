@@ -12,7 +12,7 @@ from typing import Any
 
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.inputs import CELERY_PREFIX, check_actor
-from delaytasks.operate.access import WatchedFile
+from delaytasks.operate.serving import WatchedFile
 
 #: The file in the data folder.
 API_KEYS = "api-keys.json"

@@ -31,7 +31,6 @@ from delaytasks.model.errors import (
 from delaytasks.model.inputs import CALLBACK, CELERY_PREFIX
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import needs_extra, shown
-from delaytasks.operate.health import HealthChecks, Probes
 from delaytasks.operate.operations import (
     KEY,
     OPERATIONS,
@@ -42,6 +41,7 @@ from delaytasks.operate.operations import (
     document_of,
     text,
 )
+from delaytasks.operate.serving import Probes
 from delaytasks.runtime import runtime_of
 
 with needs_extra("api", "the HTTP API"):
@@ -442,7 +442,7 @@ def make_api(
     for route in ROUTES:
         _add(app, route, admitted)
     app.add_url_rule(DOCUMENT_PATH, view_func=_document)
-    Probes(lambda: HealthChecks(runtime_of(delays).store, delays.settings)).add_to(app)
+    Probes(delays).add_to(app)
     app.after_request(_with_headers)
     app.register_error_handler(DelayTaskError, failed)
     app.register_error_handler(exceptions.HTTPException, of_http)

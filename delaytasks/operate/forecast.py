@@ -14,7 +14,7 @@ import math
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
@@ -26,12 +26,12 @@ from sqlalchemy import Connection, FromClause, case, func, literal, select, tabl
 from delaytasks.db.task_rows import has_status
 from delaytasks.db.types import epoch_s
 from delaytasks.loops import within
-from delaytasks.model.clock import from_us, monotonic
+from delaytasks.model.clock import from_us, json_fields, monotonic
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, StoreError
 from delaytasks.model.inputs import check_integer, is_number, show_duration
 from delaytasks.model.moves import WAITING
 from delaytasks.model.text import count, shown, some_values
-from delaytasks.operate.state_queries import estimate_rows
+from delaytasks.operate.state import estimate_rows
 from delaytasks.operate.statistics import COUNTS_KEPT, counts_by_tag
 from delaytasks.run.observers import RunCounts
 
@@ -179,13 +179,10 @@ class Forecast:
 
     def as_json(self) -> dict[str, Any]:
         """Return the forecast as a JSON document."""
-        document = asdict(self)
-        for name in ("made_at", "until"):
-            document[name] = document[name].isoformat()
-        for hour, found in zip(document["hours"], self.hours, strict=True):
-            hour |= {"start": found.start.isoformat(), "utilization": found.utilization}
         first = self.first_full
-        return {**document, "first_full": None if first is None else first.start.isoformat()}
+        hours = [json_fields({**asdict(h), "utilization": h.utilization}) for h in self.hours]
+        document = {**asdict(self), "hours": hours, "first_full": first and first.start}
+        return json_fields(document)
 
 
 # -- in words -------------------------------------------------------------------------------------
@@ -276,7 +273,7 @@ def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = Non
 
 
 def _tags(runtime: Runtime, due: Due, now: datetime) -> dict[str, TagForecast]:
-    measured: dict[str, RunCounts] = {}
+    measured: Mapping[str, RunCounts] = {}
     with suppress(StoreError):  # for example, there is no table of statistics yet
         measured = counts_by_tag(runtime.store, now - COUNTS_KEPT, now, None)
     totals = defaultdict[str, float](float)

@@ -8,9 +8,9 @@ files need the extra `prometheus`. See docs/monitor.md.
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from math import inf
@@ -18,18 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.events import Events
 from delaytasks.loops import Loop
-from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import ConfigError, StoreError
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LATE_S, late_start
 from delaytasks.operate.forecast import Forecast, LatestForecast, make_forecast
-from delaytasks.operate.state import DeploymentState, ask_broker, beat_age_s, read_tables
+from delaytasks.operate.serving import SharedCache
+from delaytasks.operate.state import DeploymentState, ask_broker, read_tables
 from delaytasks.run.observers import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, RunCounts
 from delaytasks.settings import Address
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
     from delaytasks.runtime import Runtime
+    from delaytasks.worker.worker_runtime import WorkerRuntime
 
 try:
     from prometheus_client import CollectorRegistry, Histogram, make_wsgi_app, start_http_server
@@ -76,65 +77,38 @@ SWEEP_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 #: The events that are shown before the first of them, since a rate counts none that comes with the
 #: first sample.
 FAULT_EVENTS = (
-    "chunk.failed",
-    "loop.failed",
-    "message.refused",
-    "store.down",
-    "sweep.self",
-    "task.lease_lost",
-    "task.recovered",
-    "task.timed_out",
-    "timer.down",
-    "worker.lost",
-)
+    "chunk.failed loop.failed message.refused store.down sweep.self task.lease_lost "
+    "task.recovered task.timed_out timer.down worker.lost"
+).split()
 
 
 class WorkerMetrics(Collector):
-    """Reads the state of a worker. Each call costs some microseconds for each tag, and no query.
+    """Reads the state of a worker. Each call costs some microseconds for each tag, and no query."""
 
-    Parameters
-    ----------
-    events
-        The events of the worker, of which sweeps are observed.
-    info
-        Returns what `celery inspect stats` shows.
-    totals
-        Returns the counts of each tag since the start of the worker.
-    processes
-        Returns the number of chunks that the pool can run at once.
-    """
-
-    def __init__(
-        self,
-        events: Events,
-        info: Callable[[], Mapping[str, Any]],
-        totals: Callable[[], Mapping[str, RunCounts]],
-        processes: Callable[[], int],
-    ) -> None:
-        self._info = info
-        self._totals = totals
-        self._processes = processes
+    def __init__(self, worker: WorkerRuntime) -> None:
+        self._worker = worker
         about = "How long the sweeps of this worker took."
         self._sweeps = Histogram(
             "delaytasks_sweep_seconds", about, buckets=SWEEP_BOUNDS_S, registry=None
         )
-        events.subscribe(self._observe)
+        worker.events.subscribe(self._observe)
 
     def _observe(self, name: str, fields: Mapping[str, Any]) -> None:
         if name == "sweep.done":
             self._sweeps.observe(fields["seconds"])
 
     def collect(self) -> Iterator[Metric]:
-        yield from run_metrics(self._totals())
+        statistics, pool = self._worker.statistics, self._worker.celery_worker.pool
+        yield from run_metrics({} if statistics is None else statistics.totals())
         yield from self._sweeps.collect()
-        info = self._info()
+        info = self._worker.info()
         about = "Whether the broker, or the Redis of the timer `redis`, took the last message."
         yield gauge("timer_up", about, info["timer_is_up"])
         about = "Entries in the worker's memory, which wait for their due time."
         yield gauge("wheel_entries", about, info["held"])
         about = "Due entries in the worker's memory, which wait for a process."
         yield gauge("ready_entries", about, info["waiting"])
-        yield gauge("pool_processes", "Processes or threads of the pool.", self._processes())
+        yield gauge("pool_processes", "Processes or threads of the pool.", int(pool.limit or 1))
         yield gauge("pool_chunks", "Chunks that the pool runs.", info["chunks"])
         turned = {name: loop["turned_s_ago"] for name, loop in info["loops"].items()}
         turned = {name: ago_s for name, ago_s in turned.items() if ago_s is not None}
@@ -183,10 +157,9 @@ def run_metrics(totals: Mapping[str, RunCounts]) -> Iterator[Metric]:
 # -- The metrics of a deployment ------------------------------------------------------------------
 
 
-#: The values are read again after this time, and after their reading's duration times
-#: `REST_SHARE`: with millions of overdue rows the queries take seconds. The latter is at most
-#: `MAX_REST_S`, and does not count if a database was down, whose return must soon be visible.
-REST_S, REST_SHARE, MAX_REST_S = 4.0, 20, 60.0
+#: The values are read again after this time, or later if the reading took long: with millions of
+#: overdue rows the queries take seconds. The return of a database that was down is soon visible.
+REST_S = 4.0
 #: The most queues and the most workers that get labels.
 MAX_QUEUES, MAX_WORKERS = 100, 100
 
@@ -200,26 +173,18 @@ class DatabaseMetrics(Collector):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._forecast = LatestForecast(lambda: make_forecast(runtime))
-        self._lock = threading.Lock()
-        self._metrics: Sequence[Metric] = ()
-        self._is_read_again_at = -inf
+        self._cache = SharedCache()
 
     def collect(self) -> Sequence[Metric]:
-        with self._lock:
-            began = monotonic()
-            if began >= self._is_read_again_at:
-                found = self._read_tables()
-                self._metrics = list(self._all(found))
-                now = monotonic()
-                slow_s = 0.0 if found is None else min(REST_SHARE * (now - began), MAX_REST_S)
-                self._is_read_again_at = now + max(REST_S, slow_s)
-            return self._metrics
+        metrics, _ = self._cache.get("all", REST_S, self._read, has_failed=lambda read: read[1])
+        return metrics
 
-    def _read_tables(self) -> DeploymentState | None:
-        try:
-            return read_tables(self._runtime.store, self._runtime.settings)
-        except StoreError:
-            return None  # the value 0 of `delaytasks_database_up` reports it
+    def _read(self) -> tuple[Sequence[Metric], bool]:
+        """Return the metrics, and whether the database is down."""
+        found: DeploymentState | None = None
+        with suppress(StoreError):  # the value 0 of `delaytasks_database_up` reports it
+            found = read_tables(self._runtime.store, self._runtime.settings)
+        return list(self._all(found)), found is None
 
     def _all(self, found: DeploymentState | None) -> Iterator[Metric]:
         runtime = self._runtime
@@ -252,8 +217,7 @@ def table_metrics(found: DeploymentState) -> Iterator[Metric]:
     ages = {str(each.partition): inf if each.age_s is None else each.age_s for each in found.sweeps}
     yield gauge("sweep_age_seconds", about, ages, "sweep_partition")
 
-    alive = [worker for worker in found.workers if worker.is_alive]
-    yield gauge("workers", "Workers that report to the database.", len(alive))
+    yield gauge("workers", "Workers that report to the database.", len(found.alive))
     about = "Live workers of each queue that is served or has overdue tasks."
     yield gauge("queue_workers", about, queue_workers(found), "queue")
     shown = found.workers[:MAX_WORKERS]
@@ -268,13 +232,12 @@ def table_metrics(found: DeploymentState) -> Iterator[Metric]:
     down = {name: each.timer_down_s or 0.0 for name, each in services.items()}
     yield gauge("worker_timer_down_seconds", about, down, "worker")
     about = "Time since a worker received beat's last message; absent if no worker can receive one."
-    yield gauge("beat_age_seconds", about, beat_age_s(found.workers))
+    yield gauge("beat_age_seconds", about, found.beat_age_s)
 
 
 def queue_workers(found: DeploymentState) -> dict[str, int]:
     """Return how many live workers serve each queue that is served or has overdue tasks."""
-    alive = [worker for worker in found.workers if worker.is_alive]
-    served = Counter(queue for worker in alive for queue in worker.queues)
+    served = Counter(queue for worker in found.alive for queue in worker.queues)
     of_all = served.pop(ALL_QUEUES, 0)
     names = [group.queue for group in found.late] + sorted(served)
     return {name: served[name] + of_all for name in list(dict.fromkeys(names))[:MAX_QUEUES]}

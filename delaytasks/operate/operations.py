@@ -143,12 +143,10 @@ LIMIT = Kind("number", parse=_parse_limit)
 _RETRIES = {"type": ["string", "integer"], "minimum": 0, "minLength": 1, "maxLength": 1000}
 RETRIES = Kind("delays", _RETRIES)
 CURSOR = text(200, "^[A-Za-z0-9_-]+=*$")
-QUEUE_PATTERN = "^[A-Za-z0-9_.-]+$"
-_VALUE = {"type": "string", "maxLength": MAX_VALUE_LENGTH}
 #: A JSON document has an object, and a person types each pair.
 _PAIRS = {
     "type": "object",
-    "additionalProperties": _VALUE,
+    "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_LENGTH},
     "propertyNames": {"pattern": "^[A-Za-z0-9_.-]{1,64}$"},
     "maxProperties": MAX_PAIRS,
 }
@@ -220,7 +218,8 @@ TAG = Parameter("tag", printable(TAG_LENGTH), "The tag, which names the processo
 KEY = Parameter(
     "key", printable(KEY_LENGTH), "The name of the task within its tag, until it has ended."
 )
-QUEUE = Parameter("queue", text(QUEUE_LENGTH, QUEUE_PATTERN), "The queue [that of the processor].")
+_QUEUE = text(QUEUE_LENGTH, "^[A-Za-z0-9_.-]+$")
+QUEUE = Parameter("queue", _QUEUE, "The queue [that of the processor].")
 DELAY = Parameter("delay", DURATION, "From now: 90 (seconds), 30m, 1h30m, 2d, 500ms.")
 AT = Parameter("at", INSTANT, "As 2030-01-31T18:00:00Z. A time in the past means now.")
 IF_VERSION = Parameter("version", VERSION, "Only if the task still has this version.")
@@ -239,25 +238,15 @@ RETRY_DELAYS = Parameter("retries", RETRIES, 'Its own retry schedule, such as "1
 PRIORITY = Parameter("priority", integer(0, MAX_PRIORITY), "0 to 9, higher first. [0]")
 MAX_LATE = Parameter("max_late", DURATION, "A task that would start later is cancelled instead.")
 JITTER = Parameter("jitter", DURATION, "Due up to this time later, to spread many.")
-#: The options of all new tasks.
-NEW_TASK = (
-    DELAY,
-    AT,
-    KEY,
-    Parameter(
-        "on_conflict",
-        one_of("reject", "keep", "replace", "take"),
-        "While another task has the key: refuse, keep it, give it this body and time, run both. "
-        "[reject]",
-    ),
-    QUEUE,
-    PRIORITY,
-    RETRY_DELAYS,
-    MAX_LATE,
-    LIMIT_KEY,
-    META,
-    JITTER,
+ON_CONFLICT = Parameter(
+    "on_conflict",
+    one_of("reject", "keep", "replace", "take"),
+    "While another task has the key: refuse, keep it, give it this body and time, run both. "
+    "[reject]",
 )
+#: The options of each task of a schedule, and those of all new tasks.
+OF_EACH = (QUEUE, PRIORITY, RETRY_DELAYS, MAX_LATE, LIMIT_KEY, META)
+NEW_TASK = (DELAY, AT, KEY, ON_CONFLICT, *OF_EACH, JITTER)
 #: The filters of `find`.
 FILTERS = (
     replace(TAG, help="Of this tag."),
@@ -652,26 +641,19 @@ _NAME = Parameter("name", KEY.kind, "The name of the schedule.", is_required=Tru
     JITTER,
     Parameter("missed", one_of("latest", "skip", "all"), "Which missed occurrences run. [latest]"),
     Parameter("overlap", one_of("allow", "skip"), "While the last task has not ended. [allow]"),
-    QUEUE,
-    PRIORITY,
-    RETRY_DELAYS,
-    MAX_LATE,
-    LIMIT_KEY,
-    META,
+    *OF_EACH,
     BODY_VERSION,
     ACTOR,
     done="stored",
 )
-def set_schedule(
-    delays: DelayTasks, name: str, tag: str, body: Any = None, **options: Any
-) -> RecurringSchedule:
+def set_schedule(delays: DelayTasks, **options: Any) -> RecurringSchedule:
     """Store a schedule, or replace the one of this name. The body is JSON; - reads it from stdin.
 
     \b
     delaytasks recurring set nightly report.send --cron "0 2 * * *" --tz Europe/Berlin
     delaytasks recurring set feeds feed.read '{"feed": 7}' --every 5m --overlap skip
     """
-    return delays.recurring.set(name, tag, body, **options)
+    return delays.recurring.set(**options)
 
 
 @operation("recurring run", "operate", _NAME, done="scheduled")

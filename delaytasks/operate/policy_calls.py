@@ -28,14 +28,8 @@ if TYPE_CHECKING:
 
 
 #: The fields of a policy without pause and limits.
-NO_POLICY: dict[str, Any] = {
-    "is_paused": False,
-    "paused_until": None,
-    "concurrency": None,
-    "concurrency_per_key": None,
-    "rate": None,
-    "rate_period_s": None,
-}
+_LIMITS = ("concurrency", "concurrency_per_key", "rate", "rate_period_s")
+NO_POLICY = {"is_paused": False, "paused_until": None, **dict.fromkeys(_LIMITS)}
 
 
 class PolicyCalls(CallGroup):
@@ -189,10 +183,10 @@ class PolicyCalls(CallGroup):
                 f"queue {name!r} can be paused, and limits are for tags: name its tags", "queue"
             )
         changes: dict[str, Any] = {}
-        if concurrency is not UNCHANGED:
-            changes["concurrency"] = check_limit(concurrency, "concurrency")
-        if concurrency_per_key is not UNCHANGED:
-            changes["concurrency_per_key"] = check_limit(concurrency_per_key, "concurrency_per_key")
+        limits = {"concurrency": concurrency, "concurrency_per_key": concurrency_per_key}
+        for limit, value in limits.items():
+            if value is not UNCHANGED:
+                changes[limit] = check_limit(value, limit)
         if rate is not UNCHANGED:
             changes["rate"], changes["rate_period_s"] = parse_rate(rate)
         if not changes:

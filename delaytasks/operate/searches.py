@@ -1,26 +1,25 @@
-"""Finds tasks for people, at a bounded cost: in limited time, or by their changes.
+"""Finds tasks for people, at a bounded cost: in limited time, by their changes, or the failed ones.
 
 Some filters have no index, and would read the whole table.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar, cast
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, event, exc, literal, null, select
+from sqlalchemy import Connection, Select, and_, event, exc, literal, null, select
 
 from delaytasks.db.database import Database
 from delaytasks.db.engines import TIMED_OUT
-from delaytasks.db.schema import COLUMNS, listed
+from delaytasks.db.schema import COLUMNS, Schema, by_id, listed
 from delaytasks.db.statements import task_of
 from delaytasks.db.store import Store
-from delaytasks.db.task_rows import conditions, has_status
-from delaytasks.db.types import for_database
+from delaytasks.db.task_rows import conditions, first_page, has_status
 from delaytasks.model.clock import first_id, monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.filters import Filter, check_error
@@ -54,7 +53,6 @@ def limited_search(database: Database, work: Callable[[Any], T], limit_s: float)
         If the search has reached the limit.
     """
     limit_s = max(limit_s, LEAST_LIMIT_S)
-    connect = for_database(database.backend, postgresql=_postgresql, mysql=_mysql, sqlite=_sqlite)
 
     def limited(connection: Connection) -> T:
         deadline = monotonic() + limit_s
@@ -74,7 +72,7 @@ def limited_search(database: Database, work: Callable[[Any], T], limit_s: float)
             # The statement that resets the limit of the connection follows.
             event.remove(connection, "before_cursor_execute", check)
 
-    return database.repeat(limited, partial(connect, database, limit_s))
+    return database.repeat(limited, partial(_limited, database, limit_s))
 
 
 def _timeout(limit_s: float) -> SearchTimeoutError:
@@ -85,46 +83,76 @@ def _timeout(limit_s: float) -> SearchTimeoutError:
 
 
 @contextmanager
-def _postgresql(database: Database, limit_s: float) -> Iterator[Connection]:
-    with database.begin() as connection:
-        # It ends with the transaction, so that no pooled connection keeps it.
-        connection.exec_driver_sql(f"SET LOCAL statement_timeout = {round(limit_s * 1000)}")
-        yield connection
-
-
-@contextmanager
-def _mysql(database: Database, limit_s: float) -> Iterator[Connection]:
+def _limited(database: Database, limit_s: float) -> Iterator[Connection]:
+    """Yield a connection whose statements end after `limit_s` seconds."""
+    if database.backend == "postgresql":
+        with database.begin() as connection:
+            # It ends with the transaction, so that no pooled connection keeps it.
+            connection.exec_driver_sql(f"SET LOCAL statement_timeout = {round(limit_s * 1000)}")
+            yield connection
+        return
     with database.auto.connect() as connection, database.bounded(connection):
-        is_mariadb = getattr(connection.dialect, "is_mariadb", False)
-        limit = (
-            f"max_statement_time = {limit_s:.3f}"
-            if is_mariadb
-            else f"max_execution_time = {round(limit_s * 1000)}"
-        )
-        connection.exec_driver_sql(f"SET SESSION {limit}")
+        if database.backend == "sqlite":
+            deadline, driver = monotonic() + limit_s, cast(Any, connection.connection)
+            set_handler = driver.driver_connection.set_progress_handler
+            set_handler(lambda: monotonic() > deadline, SQLITE_INSTRUCTIONS)
+            reset: Callable[[], object] = partial(set_handler, None, 0)
+        else:
+            name, value = "max_execution_time", f"{limit_s * 1000:.0f}"
+            if getattr(connection.dialect, "is_mariadb", False):
+                name, value = "max_statement_time", f"{limit_s:.3f}"
+            connection.exec_driver_sql(f"SET SESSION {name} = {value}")
+            reset = partial(connection.exec_driver_sql, f"SET SESSION {name} = DEFAULT")
         try:
             yield connection
         finally:
             if not connection.invalidated:
-                name = limit.partition(" ")[0]
-                connection.exec_driver_sql(f"SET SESSION {name} = DEFAULT")
-
-
-@contextmanager
-def _sqlite(database: Database, limit_s: float) -> Iterator[Connection]:
-    with database.auto.connect() as connection:
-        driver_connection: Any = connection.connection.driver_connection
-        deadline = monotonic() + limit_s
-        driver_connection.set_progress_handler(lambda: monotonic() > deadline, SQLITE_INSTRUCTIONS)
-        try:
-            yield connection
-        finally:
-            driver_connection.set_progress_handler(None, 0)
+                reset()
 
 
 def error_filter(text: str) -> str:
     """Return the filter `error` of `find` for a text that a person typed: a part, or a pattern."""
     return check_error(text if "*" in text else f"*{text}*")
+
+
+# -- Tasks without their bodies and results, which may be large ------------------------------------
+
+
+#: The most tasks that `failed_tasks` reads, and the most queues: each costs a query.
+MOST_FAILED, MOST_FAILED_QUEUES = 500, 100
+
+
+def _without_bodies(schema: Schema) -> Select[Any]:
+    without: dict[str, Any] = {"message_body": literal(""), "result": null()}
+    names = ((name, without.get(name, schema.tasks.c[name])) for name in COLUMNS)
+    return select(*(column.label(name) for name, column in names))
+
+
+def failed_tasks(store: Store) -> tuple[list[DelayedTask], bool]:
+    """Return the FAILED tasks that were due last, at most `MOST_FAILED` of the first queues.
+
+    The second value is whether these are all of them.
+    """
+    query, where = _without_bodies(store.schema), Filter(status=frozenset({Status.FAILED}))
+    limits = MOST_FAILED, True, MOST_FAILED_QUEUES
+    rows = store.database.autocommitted(
+        lambda on: first_page(on, query, store.schema.tasks, where, *limits)
+    )
+    queues = {row.queue for row in rows}
+    has_all = len(rows) < MOST_FAILED and len(queues) < MOST_FAILED_QUEUES
+    return [task_of(row, store.schema) for row in rows], has_all
+
+
+def tasks_of_ids(store: Store, ids: Iterable[int]) -> list[DelayedTask]:
+    """Return the tasks with these ids that exist, whatever their status is."""
+    wanted, t = sorted(set(ids)), store.schema.tasks
+    if not wanted:
+        return []
+    # The range lets the planner leave out partitions.
+    where = (listed(store.database, t.c.id, "ids"), t.c.id.between(wanted[0], wanted[-1]))
+    query = by_id(_without_bodies(store.schema).where(*where), t)
+    rows = store.database.autocommitted(lambda on: on.execute(query, {"ids": wanted}).all())
+    return [task_of(row, store.schema) for row in rows]
 
 
 # -- Follow the changes of tasks, at a cost that does not grow with the table ----------------------
@@ -162,16 +190,11 @@ class Follower:
     def __init__(self, store: Store, where: Filter) -> None:
         self._db, self._schema, self._where = store.database, store.schema, where
         self._t = t = store.schema.tasks
-        without = {"message_body": literal(""), "result": null()}
-        columns: list[ColumnElement[Any]] = [
-            without[name].label(name) if name in without else t.c[name] for name in COLUMNS
-        ]
         wanted = listed(self._db, t.c.id, "ids"), *conditions(t, where, self._db.can)
-        self._rows = select(*columns).where(*wanted)
+        self._rows = _without_bodies(self._schema).where(*wanted)
         self._read_at: datetime | None = None
-        #: The last version of each task, the last change last.
-        self._known: OrderedDict[int, int] = OrderedDict()
-        self._live: OrderedDict[int, None] = OrderedDict()
+        #: The version of each task, and whether it was live then, the last one that was seen last.
+        self._known: dict[int, tuple[int, bool]] = {}
 
     def read(self) -> FoundChanges:
         """Return the changes since the last read, the oldest first; at first, of the last minute.
@@ -192,7 +215,8 @@ class Follower:
     def _changed(
         self, connection: Connection, since: datetime, now: datetime
     ) -> tuple[list[DelayedTask], bool]:
-        ids, is_incomplete = set(self._live), False
+        live = (id for id, (_, is_live) in reversed(self._known.items()) if is_live)
+        ids, is_incomplete = set(islice(live, MOST_SEEN)), False
         for part in self._parts(since, now):
             found = connection.execute(part.limit(MOST_CHANGES)).scalars().all()
             is_incomplete |= len(found) == MOST_CHANGES
@@ -217,17 +241,12 @@ class Follower:
 
     def _is_new(self, task: DelayedTask) -> bool:
         """Remember the version of a task. Return whether its change is to be shown."""
-        if self._known.get(task.id) == task.version:
-            return False
-        self._known[task.id] = task.version
-        self._known.move_to_end(task.id)
+        version, _ = self._known.pop(task.id, (None, False))
+        self._known[task.id] = task.version, not task.is_finished
         if len(self._known) > MOST_KNOWN:
-            self._known.popitem(last=False)
-        self._live.pop(task.id, None)
-        if not task.is_finished:
-            self._live[task.id] = None
-            if len(self._live) > MOST_SEEN:
-                self._live.popitem(last=False)
+            del self._known[next(iter(self._known))]
+        if version == task.version:
+            return False
         wanted = self._where.status
         return wanted is None or Status(task.status) in wanted
 

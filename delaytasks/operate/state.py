@@ -1,52 +1,245 @@
 """One bounded snapshot of a deployment: workers, queues, overdue and failed tasks.
 
 The console, `delaytasks status`, `status --watch` and the exporter read it here, so that they
-show the same numbers. `verdict.py` judges it.
+show the same numbers. `health.py` judges it. Each query reads a bounded number of rows, or one for
+each queue and priority.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timedelta
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sqlalchemy import ColumnElement, Connection, Select, Table, and_, case, func, null, select
+
 from delaytasks.broker.link import broker_error
+from delaytasks.db.database import Database
 from delaytasks.db.store import Store
-from delaytasks.db.sweep_queries import LostWorker, RegisteredWorker
+from delaytasks.db.sweep_queries import LostWorker, RegisteredWorker, SweepState, is_late
+from delaytasks.db.task_rows import distinct_values, has_status, levels_of, queues_after
+from delaytasks.db.types import db_now_plus, for_database, is_past, once
 from delaytasks.model.clock import AN_HOUR, hour_of
 from delaytasks.model.errors import StoreError
-from delaytasks.model.moves import Status
+from delaytasks.model.inputs import ALL_QUEUES
+from delaytasks.model.moves import FINISHED, Status
 from delaytasks.model.policies import Policy
+from delaytasks.model.task import DelayedTask
+from delaytasks.model.text import DEFER_MAX_S, DEFERRALS
 from delaytasks.operate.policy_calls import with_counts
-from delaytasks.operate.state_queries import (
-    MAX_COUNTED,
-    Count,
-    FailedRow,
-    OverdueCount,
-    OverdueRows,
-    Stats,
-    SweepState,
-    failed_rows,
-    has_all_failed,
-    rows_of,
-    running_by_tag,
-    server_problem,
-)
-from delaytasks.operate.statistics import (
-    CountedFailures,
-    recent_failures,
-    recent_hours,
-    recent_late_starts,
-)
-from delaytasks.operate.why import Reason, why_late
+from delaytasks.operate.searches import changed_at, failed_tasks, tasks_of_ids
+from delaytasks.operate.statistics import FailureGroup, recent_hours, recent_runs
+from delaytasks.operate.why import Reason, long_running, why_late
 from delaytasks.run.observers import error_pattern
 from delaytasks.settings import Settings
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
+
+
+# -- The numbers of tasks by status ---------------------------------------------------------------
+
+
+#: Up to this number, rows are counted exactly.
+MAX_COUNTED = 1_000_000
+
+
+class Count(NamedTuple):
+    rows: int
+    is_estimate: bool = False
+
+
+def task_counts(store: Store, most: int = MAX_COUNTED) -> dict[Status, Count]:
+    """Return the number of rows of each status.
+
+    In a table of more than `most` rows, larger numbers and that of DONE are the planner's
+    estimates.
+    """
+    t = store.schema.tasks
+
+    def count(on: Connection, status: Status) -> Count:
+        rows = select(t.c.id).where(has_status(t, status))
+        if status is Status.DONE:  # it has no index
+            return Count(estimate_rows(on, rows), is_estimate=True)
+        first = rows.limit(most + 1).subquery()
+        counted = on.scalar(select(func.count()).select_from(first)) or 0
+        if counted <= most:
+            return Count(counted)
+        return Count(max(counted, estimate_rows(on, rows)), is_estimate=True)
+
+    def read(on: Connection) -> dict[Status, Count]:
+        if estimate_rows(on, select(t.c.id)) > most:
+            return {status: count(on, status) for status in Status}
+        query = select(t.c.status, func.count()).group_by(t.c.status)
+        found = {status: Count(rows) for status, rows in on.execute(query)}
+        return {status: found.get(int(status), Count(0)) for status in Status}
+
+    return store.database.autocommitted(read)
+
+
+def estimate_rows(connection: Connection, query: Select[Any]) -> int:
+    """Return the planner's estimate of how many rows a query returns, whose cost does not grow with
+    the rows. SQLite has no estimates and returns 0: its tables are small enough to count."""
+    dialect, postgresql = connection.dialect, "EXPLAIN (FORMAT JSON)"
+    words = for_database(dialect.name, postgresql=postgresql, mysql="EXPLAIN", sqlite="")
+    if not words:
+        return 0
+    sql = query.compile(dialect=dialect, compile_kwargs={"literal_binds": True})
+    found = connection.exec_driver_sql(f"{words} {sql}").mappings().one()
+    if "QUERY PLAN" in found:
+        return int(found["QUERY PLAN"][0]["Plan"]["Plan Rows"])
+    return int(found["rows"] or 0)
+
+
+# -- The server of the database -------------------------------------------------------------------
+
+
+READ_ONLY = "it is read-only, as a standby or a demoted primary is: no task can change"
+NO_STANDBY = "it replicates synchronously, and no synchronous standby is connected"
+#: Queries whose first value says whether the server is a standby, whether it replicates
+#: synchronously, and whether a synchronous standby is connected. A role without pg_monitor sees
+#: NULL for the state of each standby.
+_POSTGRESQL_ROLE = (
+    "SELECT current_setting('transaction_read_only') = 'on'",
+    "SELECT current_setting('synchronous_standby_names') <> ''",
+    "SELECT 1 FROM pg_stat_replication WHERE COALESCE(sync_state, 'sync') IN ('sync', 'quorum')",
+)
+_MYSQL_ROLE = (
+    "SELECT @@global.read_only",
+    "SHOW GLOBAL VARIABLES WHERE variable_name IN "
+    "('rpl_semi_sync_master_enabled', 'rpl_semi_sync_source_enabled') AND value = 'ON'",
+    "SHOW GLOBAL STATUS WHERE variable_name IN "
+    "('Rpl_semi_sync_master_clients', 'Rpl_semi_sync_source_clients') AND value <> '0'",
+)
+
+
+def server_problem(database: Database) -> str | None:
+    """Return what is wrong with the role of the server: `READ_ONLY`, `NO_STANDBY` or None."""
+    queries: Sequence[str] = for_database(
+        database.backend, postgresql=_POSTGRESQL_ROLE, mysql=_MYSQL_ROLE, sqlite=()
+    )
+
+    def read(connection: Connection) -> list[bool]:
+        return [bool(connection.exec_driver_sql(query).scalar()) for query in queries]
+
+    match database.autocommitted(read):
+        case [True, *_]:
+            return READ_ONLY
+        case [_, True, False]:
+            return NO_STANDBY
+    return None
+
+
+def _server(connection: Connection) -> str:
+    """Return the database's kind and version."""
+    numbers = connection.dialect.server_version_info or ()
+    return f"{connection.dialect.name} {'.'.join(map(str, numbers))}".strip()
+
+
+# -- Finds the overdue tasks. This is the only definition of the word in SQL ----------------------
+
+# A waiting task is overdue if it is late by more than the grace period. A task that a worker has
+# deferred keeps its due time in `due_time`, while its next try is at `expected_time`. It is
+# overdue, too, although no sweep and no claim look for it yet. A deferral is not longer than
+# `DEFER_MAX_S`, which bounds the rows to read.
+
+
+#: Queues in which overdue tasks are counted, and priorities of each.
+MAX_OVERDUE_QUEUES = 1_000
+#: The groups with the most tasks, which have reasons.
+MAX_EXPLAINED_GROUPS = 20
+#: Late tasks with these reasons need no operator.
+_EXPECTED_CODES = ("due", "limit", "paused")
+
+
+class OverdueGroup(NamedTuple):
+    """Overdue tasks of one queue and tag, and the reason why they have not begun."""
+
+    queue: str
+    tag: str
+    tasks: int
+    oldest: datetime
+    #: The lateness of the oldest task.
+    late_s: float
+    reason: Reason
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the tasks wait for their turn, and not for an operator."""
+        return self.reason.code in _EXPECTED_CODES
+
+
+def count_overdue(
+    store: Store, late_s: float, most: int = MAX_COUNTED
+) -> tuple[int, datetime | None]:
+    """Count up to `most` tasks that are late by more than `late_s`, and find the first due time."""
+    t = store.schema.tasks
+
+    def work(on: Connection) -> tuple[int, datetime | None]:
+        # Up to `most` tasks with their next try within the longest deferral are read.
+        near = select(t.c.due_time.label("due")).where(_is_tried_soon(t, late_s))
+        near = near.order_by(t.c.expected_time).limit(most)
+        c = near.subquery().c
+        is_due = c.due <= once(db_now_plus(-late_s))
+        found, left = [on.execute(select(func.count(), func.min(c.due)).where(is_due)).one()], most
+        # The index has the due times in order within a queue and a priority. Without them, all
+        # waiting rows would be read.
+        queues = distinct_values(on, t.c.queue, has_status(t, Status.NOT_COMPLETE))
+        some = islice(queues, MAX_OVERDUE_QUEUES)
+        for level in chain.from_iterable(levels_of(on, t, Status.NOT_COMPLETE, q) for q in some):
+            late = select(_due(t)).where(is_late(t, level, late_s))
+            c = late.order_by(t.c.expected_time).limit(left).subquery().c
+            found.append(on.execute(select(func.count(), func.min(c.due))).one())
+            left -= found[-1][0]
+            if left <= 0:
+                break
+        oldest = min((first for _, first in found if first is not None), default=None)
+        return min(sum(tasks for tasks, _ in found), most), oldest
+
+    return store.database.autocommitted(work)
+
+
+def _due(t: Table) -> ColumnElement[datetime]:
+    return func.coalesce(t.c.due_time, t.c.expected_time).label("due")
+
+
+def _is_tried_soon(t: Table, late_s: float) -> ColumnElement[bool]:
+    """The condition for waiting tasks whose next try is not late, and is within a deferral."""
+    return and_(
+        has_status(t, Status.NOT_COMPLETE),
+        t.c.expected_time > once(db_now_plus(-late_s)),
+        t.c.expected_time <= once(db_now_plus(DEFER_MAX_S)),
+    )
+
+
+def _is_deferred(t: Table, late_s: float) -> ColumnElement[bool]:
+    """The condition for late tasks whose next try is not late."""
+    return and_(_is_tried_soon(t, late_s), t.c.due_time <= once(db_now_plus(-late_s)))
+
+
+def overdue_rows(store: Store, late_s: float) -> list[Any]:
+    """Return queue, tag, cause, number and first due time of the largest groups of overdue tasks.
+
+    The cause is a code of `why.py` that says why a worker has deferred the tasks, or None.
+    """
+    t, found = store.schema.tasks, list[Any]()
+    waits = has_status(t, Status.NOT_COMPLETE)
+    codes = [(t.c.error_stack.startswith(begin), code) for code, begin in DEFERRALS.items()]
+    for where, cause in (
+        (and_(waits, is_past(t.c.expected_time, db_now_plus(-late_s))), null()),
+        (_is_deferred(t, late_s), case(*codes, else_="deferred")),
+    ):
+        tasks = func.count().label("tasks")
+        c = select(t.c.queue, t.c.tag, cause.label("cause"), _due(t)).where(where).subquery().c
+        query = select(c.queue, c.tag, c.cause, tasks, func.min(c.due))
+        query = query.group_by(c.queue, c.tag, c.cause).order_by(tasks.desc())
+        found += store.database.rows(query.limit(MAX_EXPLAINED_GROUPS))
+    return sorted(found, key=lambda row: -row.tasks)[:MAX_EXPLAINED_GROUPS]
 
 
 # -- Groups of failures that have the same tag and the same kind of error -------------------------
@@ -57,6 +250,8 @@ if TYPE_CHECKING:
 
 #: Bars of a sparkline, one for each hour.
 SPARK_HOURS = 24
+#: Failed tasks that are older are no news.
+RECENT = timedelta(hours=1)
 #: The statuses of a task that has failed and is repeated.
 RETRIED = (Status.NOT_COMPLETE, Status.HELD, Status.RUNNING)
 
@@ -78,29 +273,30 @@ class FailedNow:
     tag: str
     pattern: str
     #: The FAILED task that failed last, or without one, the last task of the counted runs.
-    sample: FailedRow
-    #: The FAILED tasks that were read, whether there may be more, and when the first one failed.
+    sample: DelayedTask
+    #: The FAILED tasks that were read, and when the first one failed.
     tasks: int
-    has_more: bool
     since: datetime | None
     #: All failed runs that are known, those of retried tasks included.
     runs: int
-    first_at: datetime | None
-    last_at: datetime | None
+    first_at: datetime
+    last_at: datetime
     #: Failed runs in each of the last hours, the oldest first.
     hours: Sequence[int]
     #: None if no run was counted lately.
     recent: RecentRuns | None
     #: Whether the last task of the counted runs waits for its retry.
     is_retried: bool
+    #: Whether FAILED tasks of the group are of the last hour.
+    is_news: bool
 
     @property
     def summary(self) -> str:
         """The type and the message of the exception, with `…` for what differs."""
-        text = self.pattern.rpartition("\n")[2].strip("*").strip()
+        said = self.pattern.rpartition("\n")[2].strip("*").strip()
         # The whole message differs, such as the key of a KeyError.
-        text += " *" if text.endswith(":") else ""
-        return text.replace("*", "…") or "(no error text)"
+        said += " *" if said.endswith(":") else ""
+        return said.replace("*", "…") or "(no error text)"
 
     @property
     def filters(self) -> dict[str, Any]:
@@ -121,112 +317,79 @@ def group_name(tag: str, pattern: str) -> str:
 
 
 def groups_of(
-    rows: Iterable[FailedRow],
+    tasks: Iterable[DelayedTask],
     now: datetime,
-    counted: Iterable[CountedFailures] = (),
-    last_rows: Iterable[FailedRow] = (),
+    counted: Iterable[FailureGroup] = (),
+    started: Mapping[str, int] = {},
+    last_tasks: Iterable[DelayedTask] = (),
     has_more: bool = False,
 ) -> list[FailedNow]:
-    """Return the groups of the rows, those that failed last first.
+    """Return the groups of FAILED tasks, those that failed last first.
 
     Parameters
     ----------
-    rows
+    tasks
         FAILED tasks.
-    counted, last_rows
-        What workers have counted, and the tasks of the last counted runs. Groups without a FAILED
-        task are returned too if the last task is FAILED, or waits for its retry.
+    counted, started, last_tasks
+        What workers have counted, all recent runs by tag, and the tasks of the last counted runs.
+        Groups without a FAILED task are returned too if the last task is FAILED, or waits for its
+        retry.
     has_more
         Whether there are FAILED tasks that were not read.
     """
-    members: dict[tuple[str, str], list[FailedRow]] = {}
-    for row in rows:
-        members.setdefault(_key(row), []).append(row)
-    counts = {(each.group.tag, each.group.pattern): each for each in counted}
-    lasts = {
-        _key(row): row for row in last_rows if row.status == Status.FAILED or row.status in RETRIED
-    }
-    groups = [
-        _group(key, members.get(key, ()), counts.get(key), lasts.get(key), now, has_more)
-        for key in {**members, **counts}
-        if key in members or key in lasts
-    ]
-    return sorted(groups, key=lambda group: group.last_at or group.sample.due)[::-1]
+    members = defaultdict[tuple[str, str], list[DelayedTask]](list)
+    for task in tasks:
+        members[_key(task)].append(task)
+    counts = {(each.tag, each.pattern): each for each in counted}
+    lasts = {_key(task): task for task in last_tasks if task.status in (Status.FAILED, *RETRIED)}
+
+    def group_of(key: tuple[str, str]) -> FailedNow:
+        mine, counted, last = members.get(key, ()), counts.get(key), lasts.get(key)
+        newest = max(mine, key=lambda task: (changed_at(task), task.id), default=last)
+        assert newest is not None
+        times, recent = sorted(map(changed_at, mine)), None
+        since, hours, runs = min(times, default=None), Counter(map(hour_of, times)), len(mine)
+        is_retried = last is not None and last.status in RETRIED
+        if counted is not None:
+            # Failures of the last minute, or of a killed worker, may be in the rows only.
+            hours |= Counter(counted.hours)
+            runs = max(runs, counted.runs)
+            if has_more and mine:
+                day = hour_of(now) - (SPARK_HOURS - 1) * AN_HOUR
+                since = min(filter(None, (since, counted.first_since(day))), default=None)
+            times = sorted([*times, counted.first_at, counted.last_at])
+            begin = recent_hours(now)
+            if (first := counted.first_since(begin)) is not None:
+                lately = sum(number for hour, number in counted.hours.items() if hour >= begin)
+                recent = RecentRuns(lately, first, lately / max(lately, started.get(key[0], 0)))
+        return FailedNow(
+            name=group_name(*key),
+            tag=key[0],
+            pattern=key[1],
+            sample=newest,
+            tasks=len(mine),
+            since=since,
+            runs=runs,
+            first_at=times[0],
+            last_at=times[-1],
+            hours=[hours[hour_of(now) - ago * AN_HOUR] for ago in reversed(range(SPARK_HOURS))],
+            recent=recent,
+            is_retried=is_retried,
+            # Without members, none of its FAILED tasks was read but the last one.
+            is_news=now - changed_at(newest) <= RECENT
+            if mine
+            else recent is not None and not is_retried,
+        )
+
+    groups = [group_of(key) for key in {**members, **counts} if key in members or key in lasts]
+    return sorted(groups, key=lambda group: group.last_at)[::-1]
 
 
-def _group(
-    key: tuple[str, str],
-    members: Sequence[FailedRow],
-    counted: CountedFailures | None,
-    last: FailedRow | None,
-    now: datetime,
-    has_more: bool,
-) -> FailedNow:
-    times = sorted(row.failed_at for row in members if row.failed_at is not None)
-    since = times[0] if times else None
-    newest = max(members, key=lambda row: (row.failed_at or row.due, row.id), default=last)
-    assert newest is not None
-    hours, runs = Counter(map(hour_of, times)), len(members)
-    if counted is not None:
-        # Failures of the last minute, or of a killed worker, may be in the rows only.
-        hours |= Counter(counted.group.hours)
-        runs = max(runs, counted.group.runs)
-        if has_more and members:
-            day = hour_of(now) - (SPARK_HOURS - 1) * AN_HOUR
-            since = min(filter(None, (since, counted.group.first_since(day))), default=None)
-        times = sorted([*times, counted.group.first_at, counted.group.last_at])
-    return FailedNow(
-        name=group_name(*key),
-        tag=key[0],
-        pattern=key[1],
-        sample=newest,
-        tasks=len(members),
-        has_more=has_more,
-        since=since,
-        runs=runs,
-        first_at=times[0] if times else None,
-        last_at=times[-1] if times else None,
-        hours=[hours[hour_of(now) - ago * AN_HOUR] for ago in reversed(range(SPARK_HOURS))],
-        recent=None if counted is None else _recent(counted, now),
-        is_retried=last is not None and last.status in RETRIED,
-    )
+def _key(task: DelayedTask) -> tuple[str, str]:
+    return task.tag, error_pattern(task.error or "")
 
 
-def _recent(counted: CountedFailures, now: datetime) -> RecentRuns | None:
-    begin = recent_hours(now)
-    runs = sum(number for hour, number in counted.group.hours.items() if hour >= begin)
-    since = counted.group.first_since(begin)
-    return None if since is None else RecentRuns(runs, since, runs / max(runs, counted.runs_of_tag))
-
-
-def _key(row: FailedRow) -> tuple[str, str]:
-    return row.tag, error_pattern(row.error or "")
-
-
-# -- Groups the overdue tasks of a database, and explains why they have not begun -----------------
-
-
-#: The groups with the most tasks, which have reasons.
-MAX_EXPLAINED_GROUPS = 20
-#: Late tasks with these reasons need no operator.
-_EXPECTED_CODES = ("due", "limit", "paused")
-
-
-class ExplainedGroup(NamedTuple):
-    """Overdue tasks of one queue and tag, and the reason why they have not begun."""
-
-    queue: str
-    tag: str
-    tasks: int
-    oldest: datetime
-    #: The lateness of the oldest task.
-    late_s: float
-    reason: Reason
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether the tasks wait for their turn, and not for an operator."""
-        return self.reason.code in _EXPECTED_CODES
+# -- The state of a deployment --------------------------------------------------------------------
 
 
 #: A worker whose outage began within this time after its start has never reached its broker.
@@ -249,32 +412,12 @@ def broker_down_s(workers: Iterable[RegisteredWorker]) -> float | None:
     None if a live worker reaches its broker, or none is alive. A worker that started without a
     broker does not know when the outage began, so it counts only if all workers did.
     """
-    alive = [worker for worker in workers if worker.is_alive]
-    downs = [(worker, worker.services.broker_down_s) for worker in alive]
-    known = [(worker, down_s) for worker, down_s in downs if down_s is not None]
-    if len(known) < len(alive):
+    downs = [(each.services.broker_down_s, each.up_s) for each in workers if each.is_alive]
+    known = [(down_s, up_s) for down_s, up_s in downs if down_s is not None]
+    if len(known) < len(downs):
         return None
-    lost = [down_s for worker, down_s in known if down_s < worker.up_s - CONNECTING_S]
-    return min(lost) if lost else max((down_s for _, down_s in known), default=None)
-
-
-class DatabaseState(NamedTuple):
-    """Whether the database answers."""
-
-    #: Without the password.
-    url: str
-    server: str | None = None
-    error: StoreError | None = None
-    #: What is wrong with its role in a replication (`server_problem`).
-    problem: str | None = None
-
-
-class ServicesState(NamedTuple):
-    """The broker and the timer, as the process sees them that asks."""
-
-    timer: str
-    uses_broker: bool
-    broker_error: str | None = None
+    lost = [down_s for down_s, up_s in known if down_s < up_s - CONNECTING_S]
+    return min(lost) if lost else max((down_s for down_s, _ in known), default=None)
 
 
 @dataclass(frozen=True)
@@ -282,14 +425,19 @@ class DeploymentState:
     """The state of the tables and of the services. Without the database, the tables seem empty."""
 
     now: datetime
-    database: DatabaseState
-    services: ServicesState
+    #: The kind and the version of the database.
+    server: str = ""
+    #: Why the database does not answer, and what is wrong with its role (`server_problem`).
+    error: StoreError | None = None
+    problem: str | None = None
+    #: Why the broker does not answer, as the process sees it that asks.
+    broker_error: str | None = None
     counts: Mapping[Status, Count] = field(default_factory=lambda: dict.fromkeys(Status, Count(0)))
     #: The number of overdue tasks, and when the oldest of them was due.
     overdue: int = 0
     oldest: datetime | None = None
     #: The largest groups of overdue tasks, with the reasons why they have not begun.
-    late: Sequence[ExplainedGroup] = ()
+    late: Sequence[OverdueGroup] = ()
     expired_leases: int = 0
     sweeps: Sequence[SweepState] = ()
     #: The workers by name.
@@ -303,24 +451,21 @@ class DeploymentState:
     #: How many runs began late within `LATE_RANGE`, by the reason.
     late_starts: Mapping[str, int] = field(default_factory=dict)
 
-    def count(self, status: Status) -> int:
-        return self.counts[status].rows
-
     @property
     def waiting(self) -> int:
-        return self.count(Status.NOT_COMPLETE)
+        return self.counts[Status.NOT_COMPLETE].rows
 
     @property
     def running(self) -> int:
-        return self.count(Status.RUNNING)
+        return self.counts[Status.RUNNING].rows
 
     @property
     def failed(self) -> int:
-        return self.count(Status.FAILED)
+        return self.counts[Status.FAILED].rows
 
     @property
     def held(self) -> int:
-        return self.count(Status.HELD)
+        return self.counts[Status.HELD].rows
 
     @property
     def oldest_overdue_s(self) -> float:
@@ -343,15 +488,6 @@ class DeploymentState:
     def beat_age_s(self) -> float | None:
         return beat_age_s(self.workers)
 
-    @property
-    def broker_down_s(self) -> float | None:
-        return broker_down_s(self.workers)
-
-    @property
-    def is_down(self) -> bool:
-        """Whether the database does not answer."""
-        return self.database.error is not None
-
 
 def ask_broker(runtime: Runtime) -> str | None:
     """Return the error of the broker; None if it answers, or if there is none."""
@@ -360,40 +496,34 @@ def ask_broker(runtime: Runtime) -> str | None:
     return broker_error(runtime.celery, runtime.settings.publish_limit_s)
 
 
-def read_state(
-    runtime: Runtime, error: str | None = None, most_counted: int = MAX_COUNTED
-) -> DeploymentState:
-    """Read the state. `error` is that of the broker, and that of the database is in the result."""
-    store, settings, now = runtime.store, runtime.settings, runtime.clock.now()
-    services = ServicesState(settings.timer_kind, settings.uses_broker, error)
+def read_state(runtime: Runtime, most_counted: int = MAX_COUNTED) -> DeploymentState:
+    """Read the state without asking the broker. An error of the database is in the result."""
+    store, now = runtime.store, runtime.clock.now()
     try:
-        found = read_tables(store, settings, most_counted)
-        rows = failed_rows(store.database, store.schema) if found.failed else []
+        found = read_tables(store, runtime.settings, most_counted)
+        failed, has_all = failed_tasks(store) if found.failed else ([], True)
         policies, held = with_counts(store.policies, found.policies)
     except StoreError as error:
-        return DeploymentState(now, DatabaseState(store.database.shown_url, None, error), services)
+        return DeploymentState(now, error=error)
     # Tasks may have moved between two queries. The sentences of the verdict contain the later
     # numbers, so the counts have them too.
-    has_all, counts = has_all_failed(rows), dict(found.counts)
+    counts = dict(found.counts)
     if held is not None:
         counts[Status.HELD] = Count(held)
-    if rows and has_all:
-        counts[Status.FAILED] = Count(len(rows))
-    counted: Sequence[CountedFailures] = ()
-    last: Sequence[FailedRow] = ()
-    late_starts: Mapping[str, int] = {}
+    if failed and has_all:
+        counts[Status.FAILED] = Count(len(failed))
+    counted, started, late_starts = list[FailureGroup](), dict[str, int](), Counter[str]()
+    last: list[DelayedTask] = []
     try:
-        counted = recent_failures(runtime, now)
-        last = rows_of(store.database, store.schema, [each.group.task_id for each in counted])
-        late_starts = recent_late_starts(runtime, now)
+        counted, started, late_starts = recent_runs(store, now)
+        last = tasks_of_ids(store, [group.task_id for group in counted])
     except StoreError:
         pass  # the tables of statistics may be missing; FAILED tasks are known without them
     return replace(
         found,
-        services=services,
         counts=counts,
         policies=policies,
-        groups=groups_of(rows, now, counted, last, has_more=not has_all),
+        groups=groups_of(failed, now, counted, started, last, has_more=not has_all),
         has_all_failures=has_all,
         late_starts=late_starts,
     )
@@ -406,34 +536,176 @@ def read_tables(
 
     A number of tasks of a status that is larger than `most_counted` is the planner's estimate.
     """
-    database, now = store.database, store.tasks.now()
-    stats = Stats(database, store.schema)
+    database, now, late = store.database, store.tasks.now(), list[OverdueGroup]()
     workers, policies = store.workers.registered(now, settings.silent_s), store.policies.read()
-    counts = stats.counts(most_counted)
-    rows, late = OverdueRows(database, store.schema), list[ExplainedGroup]()
-    overdue = rows.count(settings.grace_s, most_counted)
-    if overdue.tasks:
-        running = running_by_tag(store)
-        for group in rows.groups(settings.grace_s, MAX_EXPLAINED_GROUPS):
-            late_s = max((now - group.oldest).total_seconds(), 0.0)
-            reason = why_late(group, workers, policies, settings.namespace, running, now)
-            late.append(
-                ExplainedGroup(group.queue, group.tag, group.tasks, group.oldest, late_s, reason)
-            )
+    counts = task_counts(store, most_counted)
+    overdue, first_due = count_overdue(store, settings.grace_s, most_counted)
+    if overdue:
+        facts = workers, policies, settings.namespace, long_running(store, now)
+        for queue, tag, cause, tasks, oldest in overdue_rows(store, settings.grace_s):
+            reason, late_s = why_late(queue, tag, cause, *facts), (now - oldest).total_seconds()
+            late.append(OverdueGroup(queue, tag, tasks, oldest, max(late_s, 0.0), reason))
         if len(late) < MAX_EXPLAINED_GROUPS:  # these are all overdue tasks
-            oldest = min((group.oldest for group in late), default=None)
-            overdue = OverdueCount(sum(group.tasks for group in late), oldest)
+            first_due = min((group.oldest for group in late), default=None)
+            overdue = sum(group.tasks for group in late)
     return DeploymentState(
         now,
-        DatabaseState(database.shown_url, stats.server(), problem=server_problem(database)),
-        ServicesState(settings.timer_kind, settings.uses_broker),
+        server=database.autocommitted(_server),
+        problem=server_problem(database),
         counts=counts,
-        overdue=overdue.tasks,
-        oldest=overdue.oldest,
+        overdue=overdue,
+        oldest=first_due,
         late=late,
-        expired_leases=stats.expired_leases(),
-        sweeps=stats.sweeps(settings, now),
+        expired_leases=store.leases.count_expired(),
+        sweeps=store.sweeps.last(settings.sweep_partitions, settings.self_sweep_s, now),
         workers=workers,
         policies=policies,
         lost=store.workers.lost(),
+    )
+
+
+# -- What happens now, by queue, tag and worker ---------------------------------------------------
+
+# The rows that matter now run, are overdue, due soon or held, or have ended lately. Each part of a
+# read looks at a bounded number of rows through an index, so the cost does not grow with the table.
+
+
+#: The rows that each part of a read looks at.
+MOST_ROWS = 5_000
+#: Queues among which waiting rows are looked for.
+MOST_QUEUES = 100
+#: "Soon" and "lately" are a minute.
+PERIOD = timedelta(minutes=1)
+#: The columns of a row that matter here.
+_COLUMNS = "queue tag worker status expected_time due_time execution_time".split()
+
+
+@dataclass
+class LiveGroup:
+    """The tasks of one queue or tag."""
+
+    name: str
+    running: int = 0
+    #: Waiting tasks that are late by more than the grace period.
+    overdue: int = 0
+    oldest_overdue_s: float = 0.0
+    #: Tasks that are due within a minute.
+    soon: int = 0
+    held: int = 0
+    #: Tasks that were due within the last minute and have ended.
+    ended: int = 0
+    failed: int = 0
+    #: The latenesses of these tasks and of the running ones.
+    latenesses: list[float] = field(default_factory=list)
+    is_paused: bool = False
+    #: Live workers that serve the queue, or have a processor for the tag.
+    workers: int = 0
+
+    def add(self, row: Any, now: datetime, grace_s: float) -> None:
+        """Count a row of the table."""
+        due = row.due_time or row.expected_time
+        late_s = (now - due).total_seconds()
+        match row.status:
+            case Status.RUNNING:
+                self.running += 1
+            case Status.HELD:
+                self.held += 1
+            case Status.NOT_COMPLETE if late_s > grace_s:
+                self.overdue += 1
+                self.oldest_overdue_s = max(self.oldest_overdue_s, late_s)
+            case Status.NOT_COMPLETE:
+                self.soon += 1
+            case _:
+                self.ended += 1
+                self.failed += row.status == Status.FAILED
+        has_run = row.status in (Status.RUNNING, Status.DONE, Status.FAILED)
+        if has_run and row.execution_time is not None:
+            self.latenesses.append(max((row.execution_time - due).total_seconds(), 0.0))
+
+    def lateness(self, share: float) -> float | None:
+        """Return the lateness that `share` of the runs do not exceed; None without runs."""
+        if not self.latenesses:
+            return None
+        ordered = sorted(self.latenesses)
+        return ordered[min(math.ceil(share * len(ordered)), len(ordered)) - 1]
+
+    def as_json(self) -> dict[str, Any]:
+        document = asdict(self)
+        del document["latenesses"]
+        for share in (50, 99):
+            late_s = self.lateness(share / 100)
+            document[f"lateness_p{share}_s"] = None if late_s is None else round(late_s, 4)
+        return {**document, "oldest_overdue_s": round(self.oldest_overdue_s, 3)}
+
+
+class LiveSnapshot(NamedTuple):
+    """The counts of one time."""
+
+    total: LiveGroup
+    queues: Sequence[LiveGroup]
+    tags: Sequence[LiveGroup]
+    #: The tasks that the processes of each worker run, by the worker's name.
+    running_of: Mapping[str, int]
+    #: Whether there are more tasks than were read, so that the counts are too small.
+    is_capped: bool
+
+
+def snapshot(store: Store, settings: Settings, state: DeploymentState) -> LiveSnapshot:
+    """Read what happens now. `state` has the workers and the policies."""
+    now, grace_s, running_of = store.tasks.now(), settings.grace_s, Counter[str]()
+    total, queues, tags = LiveGroup(""), dict[str, LiveGroup](), dict[str, LiveGroup]()
+    parts = store.database.autocommitted(lambda on: list(live_rows(store, on, now, grace_s)))
+    for row in chain(*parts):
+        if row is not None:
+            for group in (total, _of(queues, row.queue), _of(tags, row.tag)):
+                group.add(row, now, grace_s)
+            if row.status == Status.RUNNING:
+                process = row.worker or ""
+                running_of[process.rpartition("/")[0] or process] += 1
+    for policy in state.paused:
+        _of(tags if policy.kind == "tag" else queues, policy.name).is_paused = True
+    for name in {queue for worker in state.alive for queue in worker.queues} - {ALL_QUEUES}:
+        _of(queues, name)  # a queue without tasks is shown as well
+    for group in queues.values():
+        group.workers = len(state.serving(group.name))
+    for group in tags.values():
+        group.workers = sum(group.name in (worker.tags or ()) for worker in state.alive)
+    is_capped = any(len(part) >= MOST_ROWS for part in parts)
+    return LiveSnapshot(total, _ordered(queues), _ordered(tags), running_of, is_capped)
+
+
+def live_rows(
+    store: Store, connection: Connection, now: datetime, grace_s: float
+) -> Iterator[Sequence[Any]]:
+    """Yield the rows of each part, at most `MOST_ROWS`. None are rows of another part."""
+    tasks, t = store.schema.tasks, store.schema.tasks.c
+    waits, soon = has_status(tasks, Status.NOT_COMPLETE), now + PERIOD
+
+    def read(*where: ColumnElement[bool], order: Any = None) -> Sequence[Any]:
+        query = select(*(t[name] for name in _COLUMNS)).where(*where).limit(MOST_ROWS)
+        return connection.execute(query if order is None else query.order_by(order)).all()
+
+    yield read(has_status(tasks, Status.RUNNING))
+    yield read(has_status(tasks, Status.HELD))
+    for queue in queues_after(connection, tasks, Status.NOT_COMPLETE, None, MOST_QUEUES):
+        for level in levels_of(connection, tasks, Status.NOT_COMPLETE, queue):
+            of_level = t.queue == queue, t.priority == level.priority, t.expected_time <= soon
+            yield read(waits, *of_level, order=t.expected_time)
+    # Overdue rows that a worker has deferred for longer than a minute.
+    yield read(_is_deferred(tasks, grace_s), t.expected_time > soon)
+    lately = t.expected_time > now - PERIOD, t.expected_time <= now
+    due = read(*lately, order=t.expected_time.desc())
+    # The others are in the parts above. More conditions would make the database read more rows.
+    yield [row if row.status in FINISHED else None for row in due]
+
+
+def _of(groups: dict[str, LiveGroup], name: str) -> LiveGroup:
+    return groups.setdefault(name, LiveGroup(name))
+
+
+def _ordered(groups: Mapping[str, LiveGroup]) -> list[LiveGroup]:
+    """Return the groups with overdue tasks first, and then those with the most to do."""
+    return sorted(
+        groups.values(),
+        key=lambda one: (-one.overdue, -one.running, -one.ended - one.soon - one.held, one.name),
     )

@@ -12,12 +12,12 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import accumulate
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import ColumnElement, bindparam, delete, func, literal, select, update
 
@@ -34,10 +34,10 @@ from delaytasks.run.observers import (
     DURATION_BOUNDS_S,
     LATENESS_BOUNDS_S,
     WORKER_LOST,
-    FailureCount,
+    Counted,
     RunCounts,
-    RunStatistics,
-    error_pattern,
+    add_counts,
+    add_failure,
 )
 from delaytasks.run.observers import OTHER_TAGS as OTHER_TAGS
 
@@ -58,9 +58,6 @@ LAST_WRITE_S = 3.0
 #: beyond them are counted for their tag only.
 MAX_PATTERNS = 100
 
-#: Counts by the tag and the error pattern, which is empty for the runs of a tag.
-Unwritten = dict[tuple[str, str], RunCounts]
-
 
 class StatisticsWriter:
     """What a worker's processes have run since the worker started.
@@ -71,33 +68,28 @@ class StatisticsWriter:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._store = runtime.store
-        self._clock = runtime.clock
-        self._events = runtime.events
-        self._max_tags = runtime.settings.statistics_tags
+        self._runtime = runtime
         self._lock = threading.Lock()
         self._totals: dict[str, RunCounts] = {}
-        self._unwritten: Unwritten = {}
-        self._is_first = True
+        self._unwritten: Counted = {}
         self.loop = Loop("statistics", self._turn, runtime.events)
 
-    def add(self, statistics: RunStatistics) -> None:
+    def add(self, counted: Counted) -> None:
         """Add what a process has reported."""
         with self._lock:
-            for tag, counts in statistics.tags:
-                name = self._counted_as(tag)
-                self._totals.setdefault(name, RunCounts()).add(counts)
-                self._add(name, "", counts)
-            for tag, pattern, runs, task_id, error in statistics.failures:
-                failure = {"pattern": pattern, "failed": runs, "task_id": task_id, "error": error}
-                self._add(self._counted_as(tag), pattern, failure)
+            for (tag, pattern), counts in counted.items():
+                most = self._runtime.settings.statistics_tags
+                name = tag if tag in self._totals or len(self._totals) < most else OTHER_TAGS
+                if not pattern:
+                    self._totals.setdefault(name, RunCounts()).add(counts)
+                add_counts(self._unwritten, (name, pattern), counts, MAX_PATTERNS)
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         """Count the tasks that failed because their workers died. A subscriber of events."""
         if name == "task.worker_lost":
-            tag, error = fields["tag"], str(fields["error"])
-            failure = FailureCount(tag, error_pattern(error), 1, fields["id"], error)
-            self.add(RunStatistics(((tag, RunCounts({WORKER_LOST: 1})),), (failure,)))
+            counted: Counted = {(fields["tag"], ""): RunCounts({WORKER_LOST: 1})}
+            add_failure(counted, fields["tag"], fields["id"], str(fields["error"]))
+            self.add(counted)
 
     def totals(self) -> dict[str, RunCounts]:
         """Return the counts of each tag since the worker started, as copies."""
@@ -110,22 +102,22 @@ class StatisticsWriter:
             taken, self._unwritten = self._unwritten, {}
         if not taken:
             return
-        database, is_executed = self._store.database, False
+        store, is_executed = self._runtime.store, False
 
         def work(on: Any) -> None:
             nonlocal is_executed
-            write_counts(self._store, on, taken, self._clock.now())
+            write_counts(store, on, taken, self._runtime.clock.now())
             is_executed = True
 
         try:
             # One try: if a commit is lost, nobody knows whether the counts were added.
-            database.repeat(work, database.begin, tries=1)
+            store.database.repeat(work, store.database.begin, tries=1)
         except Exception:
             if not is_executed:
                 with self._lock:
                     newer, self._unwritten = self._unwritten, taken
-                    for (tag, pattern), counts in newer.items():
-                        self._add(tag, pattern, counts)
+                    for key, counts in newer.items():
+                        add_counts(taken, key, counts, MAX_PATTERNS)
             raise
 
     def write_last(self) -> None:
@@ -134,27 +126,13 @@ class StatisticsWriter:
         If the database does not answer, these counts are lost, because a worker must end in time.
         """
         with suppress(TimeoutError):
-            within(LAST_WRITE_S, partial(self._events.attempt, "stop", "statistics", self.write))
+            attempt = self._runtime.events.attempt
+            within(LAST_WRITE_S, partial(attempt, "stop", "statistics", self.write))
 
     def _turn(self) -> float:
-        # The first turn is at the start of the worker, which has run nothing yet.
-        if not self._is_first:
-            # Without tables or rights each write fails. Then the next one is a minute later, too.
-            self._events.attempt(self.loop.name, "write", self.write)
-        self._is_first = False
+        # Without tables or rights each write fails. Then the next one is a minute later, too.
+        self._runtime.events.attempt(self.loop.name, "write", self.write)
         return WRITE_S
-
-    def _counted_as(self, tag: str) -> str:
-        is_named = tag in self._totals or len(self._totals) < self._max_tags
-        return tag if is_named else OTHER_TAGS
-
-    def _add(self, tag: str, pattern: str, counts: Mapping[str, Any]) -> None:
-        known = self._unwritten
-        if not pattern or (tag, pattern) in known or self._patterns() < MAX_PATTERNS:
-            known.setdefault((tag, pattern), RunCounts()).add(counts)
-
-    def _patterns(self) -> int:
-        return sum(bool(pattern) for _, pattern in self._unwritten)
 
 
 # -- The table ------------------------------------------------------------------------------------
@@ -168,7 +146,7 @@ TAGS_PER_READ = 200
 MOST_FAILURE_ROWS = 2000
 
 
-def write_counts(store: Store, on: Any, unwritten: Unwritten, at: datetime) -> None:
+def write_counts(store: Store, on: Any, unwritten: Counted, at: datetime) -> None:
     """Add counts to the rows of the minute and, for failures, of the hour, in a transaction."""
     runs = {(tag, ""): counts for (tag, pattern), counts in unwritten.items() if not pattern}
     times = {"first_us": to_us(at), "last_us": to_us(at)}
@@ -261,11 +239,11 @@ def _is_run(s: Any, since: datetime, until: datetime) -> tuple[ColumnElement[boo
 
 def counts_by_tag(
     store: Store, since: datetime, until: datetime, tags: Sequence[str] | None
-) -> dict[str, RunCounts]:
+) -> dict[str, RunTotals]:
     """Return the counts of a range, in the order of the tags."""
-    found: dict[str, RunCounts] = {}
+    found: dict[str, RunTotals] = {}
     for _, tag, counts in read_runs(store, since, until, tags):
-        found.setdefault(tag, RunCounts()).add(counts)
+        found.setdefault(tag, RunTotals()).add(counts)
     return dict(sorted(found.items()))
 
 
@@ -305,19 +283,18 @@ def failure_groups(
 
 
 def quantile(
-    counts: Sequence[int], bounds: Sequence[float], share: float, highest: float = inf
+    counts: Sequence[int], bounds: Sequence[float], share: float, highest: float
 ) -> float | None:
     """Estimate the time that `share` of the values do not exceed.
 
-    The values of a bucket are taken to be evenly distributed in it, up to `highest`. Without it,
-    times above the last bound count as the last bound.
+    The values of a bucket are taken to be evenly distributed in it, up to `highest`.
 
     Parameters
     ----------
     counts
         The number of values in each bucket.
     bounds
-        The upper bounds of the buckets.
+        The upper bounds of the buckets. One more bucket has all higher values.
     share
         For example 0.99 for the 99th percentile.
     highest
@@ -328,24 +305,18 @@ def quantile(
     float or None
         None if there are no values.
     """
-    total = sum(counts)
-    if not total:
+    wanted = share * sum(counts)
+    reached = enumerate(accumulate(counts))
+    number = next((n for n, until in reached if counts[n] and until >= wanted), None)
+    if number is None:
         return None
-    wanted = share * total
-    for number, reached in enumerate(accumulate(counts)):
-        if counts[number] and reached >= wanted:
-            lower = bounds[number - 1] if number else 0.0
-            upper = bounds[number] if number < len(bounds) else highest
-            lower, upper = min(lower, highest), min(upper, highest)
-            if upper == inf:
-                return lower
-            inside = (wanted - (reached - counts[number])) / counts[number]
-            return lower + (upper - lower) * max(inside, 0.0)
-    return min(bounds[-1], highest)
+    ends = (0.0, *bounds, inf)
+    lower, upper = min(ends[number], highest), min(ends[number + 1], highest)
+    inside = (wanted - sum(counts[:number])) / counts[number]
+    return lower + (upper - lower) * max(inside, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class RunTotals:
+class RunTotals(RunCounts):
     """Counts of the runs of a tag, or of several tags together.
 
     Attributes
@@ -368,13 +339,12 @@ class RunTotals:
     lateness_s, duration_s
         The sums of all latenesses and durations.
     lateness_max_s, duration_max_s
-        The largest lateness and duration. If they are not known, upper bounds from the histograms.
+        The largest lateness and duration.
     lateness, duration
         The number of runs in each bucket, whose upper bounds are `LATENESS_BOUNDS_S` and
         `DURATION_BOUNDS_S` of this module.
     """
 
-    started: int
     done: int
     failed: int
     retried: int
@@ -390,30 +360,19 @@ class RunTotals:
     duration_s: float
     lateness_max_s: float
     duration_max_s: float
-    lateness: tuple[int, ...]
-    duration: tuple[int, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in RunTotals.__annotations__:
+            return self[name]
+        raise AttributeError(name)
 
     @classmethod
-    def of(cls, *many: RunCounts) -> RunTotals:
-        total = RunCounts()
+    def total(cls, many: Iterable[RunCounts]) -> RunTotals:
+        """Return the totals of several tags or steps together."""
+        total = cls()
         for counts in many:
             total.add(counts)
-        values: dict[str, Any] = {field.name: total[field.name] for field in fields(cls)}
-        values |= {"started": total.started}
-        values |= {"lateness": tuple(total.lateness), "duration": tuple(total.duration)}
-        return cls(**values)
-
-    @classmethod
-    def total(cls, many: Iterable[RunTotals]) -> RunTotals:
-        """Return the totals of several tags or steps together."""
-        totals, sums = [cls.of(), *many], dict[str, Any]()
-        for field in fields(cls):
-            values = [getattr(one, field.name) for one in totals]
-            if field.name in ("lateness", "duration"):
-                sums[field.name] = tuple(map(sum, zip(*values, strict=True)))
-            else:
-                sums[field.name] = max(values) if field.name.endswith("max_s") else sum(values)
-        return cls(**sums)
+        return total
 
     def lateness_quantile(self, share: float) -> float | None:
         """Estimate the lateness that `share` of the runs do not exceed; None without runs."""
@@ -428,19 +387,6 @@ class RunTotals:
         """The share of tasks on time, from exact counts; None if none of them has `on_time`."""
         total = self.on_time + self.late
         return self.on_time / total if total else None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the counts and the usual quantiles as JSON values."""
-        values = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in ("lateness", "duration")
-        }
-        for share in (50, 99):
-            values[f"lateness_p{share}_s"] = self.lateness_quantile(share / 100)
-            values[f"duration_p{share}_s"] = self.duration_quantile(share / 100)
-        values["on_time_share"] = self.on_time_share
-        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,14 +441,6 @@ class FailureGroup:
         """Return when the first run failed since the beginning of an hour; None without runs."""
         hours = [hour for hour, runs in self.hours.items() if runs and hour >= begin]
         return max(min(hours), self.first_at) if hours else None
-
-
-class CountedFailures(NamedTuple):
-    """A group of failures, and what its runs are compared with."""
-
-    group: FailureGroup
-    #: All runs of the tag since `recent_hours(now)`, or 0 if they were not counted.
-    runs_of_tag: int
 
 
 def recent_hours(now: datetime) -> datetime:
@@ -581,18 +519,12 @@ class Statistics(CallGroup):
             raise InvalidInputError(
                 f"more than {MAX_SERIES_STEPS} steps: choose a longer step", "step"
             )
-        steps: dict[datetime, dict[str, RunCounts]] = {
-            start + n * length: {} for n in range(number)
-        }
+        steps = {start + n * length: dict[str, RunTotals]() for n in range(number)}
         for at, tag, counts in read_runs(self._runtime.store, start, end, _checked_tags(tags)):
             by_tag = steps[at - (at - EPOCH) % length]
-            by_tag.setdefault(tag, RunCounts()).add(counts)
+            by_tag.setdefault(tag, RunTotals()).add(counts)
         return [
-            SeriesPoint(
-                at,
-                RunTotals.of(*by_tag.values()),
-                {tag: RunTotals.of(counts) for tag, counts in sorted(by_tag.items())},
-            )
+            SeriesPoint(at, RunTotals.total(by_tag.values()), dict(sorted(by_tag.items())))
             for at, by_tag in steps.items()
         ]
 
@@ -623,8 +555,7 @@ class Statistics(CallGroup):
         """
         start, end = checked_range(self._runtime.clock.now(), since, until)
         start = start.replace(second=0, microsecond=0)
-        found = counts_by_tag(self._runtime.store, start, end, _checked_tags(tags))
-        return {tag: RunTotals.of(counts) for tag, counts in found.items()}
+        return counts_by_tag(self._runtime.store, start, end, _checked_tags(tags))
 
     atotals = twin(totals)
 
@@ -686,63 +617,47 @@ def _checked_tags(tags: Sequence[str] | None) -> Sequence[str] | None:
 # -- for the verdict, the command line and the console --------------------------------------------
 
 
-#: The ranges of the shares on time, and the share of tasks that should be on time.
-WINDOWS, ON_TIME_TARGET = {"hour": "1h", "day": "1d"}, 0.99
 #: The range of the late starts that a verdict counts.
 LATE_RANGE = timedelta(minutes=15)
 #: The most groups, those that failed last.
 MOST_READ_GROUPS = 100
 
 
-def gather_on_time(statistics: Statistics, registry: Registry) -> list[dict[str, Any]]:
-    """Return the on-time shares of the last hour and day by tag.
+def gather_on_time(
+    statistics: Statistics, registry: Registry
+) -> list[tuple[str, float | None, RunTotals, RunTotals]]:
+    """Return the tags with `on_time` that have runs of the last day.
 
     The tags are those with `on_time` in this process, and those with counts in the last hour: most
-    processes of an operator have no processors.
+    processes of an operator have no processors. Each comes with the lateness that its processor
+    promises not to exceed, if this process knows it, and what ended in the last hour and day.
     """
     promises = {each.tag: each.on_time_s for each in registry if each.on_time_s is not None}
     try:
-        hour = statistics.totals(since=WINDOWS["hour"])
+        hour = statistics.totals(since="1h")
         tags = {tag for tag, total in hour.items() if total.on_time_share is not None} | {*promises}
-        day = statistics.totals(since=WINDOWS["day"], tags=sorted(tags)) if tags else {}
+        day = statistics.totals(since="1d", tags=sorted(tags))
     except StoreError:
         return []  # the state of the deployment has the error
     return [
-        {
-            "tag": tag,
-            "promised_s": promises.get(tag),
-            "target": ON_TIME_TARGET,
-            "hour": _share(hour.get(tag)),
-            "day": _share(total),
-        }
+        (tag, promises.get(tag), hour.get(tag, RunTotals()), total)
         for tag, total in day.items()
         if total.on_time_share is not None
     ]
 
 
-def _share(total: RunTotals | None) -> dict[str, Any] | None:
-    if total is None or total.on_time_share is None:
-        return None
-    share = round(total.on_time_share, 6)
-    return {"on_time": total.on_time, "late": total.late, "share": share}
+def recent_runs(
+    store: Store, now: datetime
+) -> tuple[list[FailureGroup], dict[str, int], Counter[str]]:
+    """Return the groups that failed last, and the number of recent runs of their tags.
 
-
-def recent_late_starts(runtime: Runtime, now: datetime) -> Counter[str]:
-    """Return how many runs began late, by the reason (`LateReason`)."""
+    The third value is how many runs began late within `LATE_RANGE`, by the reason (`LateReason`).
+    """
+    groups, since = failure_groups(store, None, None, MOST_READ_GROUPS), recent_hours(now)
+    tags = sorted({group.tag for group in groups if group.last_at >= since})
+    found = counts_by_tag(store, since, now, tags)
     late = Counter[str]()
-    for counts in counts_by_tag(runtime.store, now - LATE_RANGE, now, None).values():
+    for counts in counts_by_tag(store, now - LATE_RANGE, now, None).values():
         for late_by, count in counts.late_starts.items():
             late[late_start(late_by)[1]] += count
-    return late
-
-
-def recent_failures(runtime: Runtime, now: datetime) -> list[CountedFailures]:
-    """Return the groups that failed last, with the number of recent runs of their tags."""
-    groups = failure_groups(runtime.store, None, None, MOST_READ_GROUPS)
-    since = recent_hours(now)
-    tags = sorted({group.tag for group in groups if group.last_at >= since})
-    started = Counter[str]()
-    if tags:
-        found = counts_by_tag(runtime.store, since, now, tags)
-        started.update({tag: counts.started for tag, counts in found.items()})
-    return [CountedFailures(group, started[group.tag]) for group in groups]
+    return groups, {tag: counts.started for tag, counts in found.items()}, late

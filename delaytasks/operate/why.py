@@ -1,14 +1,14 @@
 """Explain why a task has not run, or how it ended.
 
-Each rule is a function that yields the reasons of one kind. `WAITING` has the rules for a task that
-waits, those first that an operator can end. The verdict takes its reasons for many late tasks from
-`why_late`, which shares the sentences.
+Each rule is a function that yields the reasons of one kind. `_waiting` has the rules for a task
+that waits, those first that an operator can end. The verdict takes its reasons for many late tasks
+from `why_late`, which shares the sentences.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import cached_property
 from shlex import quote
@@ -27,11 +27,10 @@ from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import ASKED, DelayedTask, is_encrypted
 from delaytasks.model.text import DEFERRALS, MOST_NAMES, count, one_more_worker, some_values
-from delaytasks.operate.state_queries import Running, Stats, running_by_tag
 from delaytasks.operate.texts import last_line, show_instant
 
 if TYPE_CHECKING:
-    from delaytasks.operate.state_queries import OverdueGroup
+    from delaytasks.db.store import Store
     from delaytasks.runtime import Runtime
 
 
@@ -90,8 +89,8 @@ class _Case:
     @cached_property
     def swept_s(self) -> float | None:
         """Seconds since the last sweep of all partitions; None if there was none."""
-        stats = Stats(self.store.database, self.store.schema)
-        ages = [sweep.age_s for sweep in stats.sweeps(self.settings, self.now)]
+        number, late_s = self.settings.sweep_partitions, self.settings.self_sweep_s
+        ages = [sweep.age_s for sweep in self.store.sweeps.last(number, late_s, self.now)]
         return max((age_s for age_s in ages if age_s is not None), default=None)
 
     def count_running(self, key: str | None = None) -> int:
@@ -131,7 +130,9 @@ def why(runtime: Runtime, task: DelayedTask) -> list[Reason]:
 
 
 def _waiting(case: _Case) -> Iterator[Reason]:
-    found = [reason for rule in WAITING for reason in rule(case)]
+    """Yield what the task waits for, or else that it is due, and then what is wrong around it."""
+    rules = (_paused, _limited, _not_due, _unserved, _no_key)
+    found = [reason for rule in rules for reason in rule(case)]
     yield from found or _due(case)
     yield from _transport(case)
     yield from _expired(case)
@@ -147,30 +148,25 @@ def unserved(
 
     `namespace` is the prefix of the queues in the broker.
     """
-    serving = [worker for worker in workers if worker.serves(queue)]
-    alive = [worker.name for worker in serving if worker.is_alive]
-    if not alive:
-        return _no_worker(queue, serving, workers, namespace)
+    serving = [each for each in workers if each.is_alive and each.serves(queue)]
+    if not serving:
+        return _no_worker(queue, workers, namespace)
     known_as = {tag, processor_tag(tag)}
-    if any(each.tags is None or known_as & each.tags for each in serving if each.is_alive):
+    if any(each.tags is None or known_as & each.tags for each in serving):
         return None
+    names = some_values([each.name for each in serving], MOST_NAMES)
     return Reason(
         "no_processor",
-        f"No worker of the queue {queue} has a processor for the tag {tag} "
-        f"({some_values(alive, MOST_NAMES)}).",
+        f"No worker of the queue {queue} has a processor for the tag {tag} ({names}).",
         "Import the module of the processor in the worker (Celery's imports or include), or "
         "correct the tag.",
     )
 
 
-def _no_worker(
-    queue: str,
-    serving: Sequence[RegisteredWorker],
-    workers: Sequence[RegisteredWorker],
-    namespace: str,
-) -> Reason:
+def _no_worker(queue: str, workers: Sequence[RegisteredWorker], namespace: str) -> Reason:
     sentence = f"No live worker serves the queue {queue}"
     alive = [worker for worker in workers if worker.is_alive]
+    silent = [worker for worker in workers if worker.serves(queue)]
     live_queues = sorted({name for worker in alive for name in worker.queues})
     remedy = "Start a worker: celery -A … worker"
     if live_queues:
@@ -179,8 +175,8 @@ def _no_worker(
         name = quote(f"{namespace}.{queue}")
         more = f"or start one more: celery -A … worker -Q {name}"
         remedy = f"Add {name} to the -Q of a worker, {more}"
-    if serving:
-        last = min(serving, key=lambda worker: worker.age_s)
+    if silent:
+        last = min(silent, key=lambda worker: worker.age_s)
         sentence += f"; {last.name}, which did, was seen {show_duration(last.age_s)} ago"
     elif alive:
         served = some_values(live_queues, MOST_NAMES) or "no queue of delaytasks"
@@ -191,30 +187,51 @@ def _no_worker(
     return Reason("no_worker", f"{sentence}.", remedy)
 
 
+class LongRunning(NamedTuple):
+    """The running tasks of a tag, and for how long the first of them has run."""
+
+    tag: str
+    tasks: int
+    for_s: float
+
+
+#: Tags in the answer to what occupies the processes.
+MOST_RUNNING_TAGS = 3
 #: Tasks that run for longer are named if they occupy all processes.
 LONG_RUN_S = 5.0
 
 
+def long_running(store: Store, now: datetime) -> list[LongRunning]:
+    """Return those of the tags with the most running tasks whose tasks run for long.
+
+    A few rows for each process are read.
+    """
+    t = store.schema.tasks
+    query = select(t.c.tag, func.count(), func.min(t.c.execution_time))
+    query = query.where(has_status(t, Status.RUNNING), t.c.execution_time.is_not(None))
+    query = query.group_by(t.c.tag).order_by(func.count().desc()).limit(MOST_RUNNING_TAGS)
+    rows = store.database.rows(query)
+    found = [LongRunning(tag, n, (now - since).total_seconds()) for tag, n, since in rows]
+    return [one for one in found if one.for_s > LONG_RUN_S]
+
+
 def all_busy(
-    queue: str, workers: Iterable[RegisteredWorker], running: Sequence[Running], now: datetime
+    queue: str, workers: Iterable[RegisteredWorker], running: Sequence[LongRunning]
 ) -> Reason | None:
     """Return which tasks occupy all processes of the workers of a queue for long, if any do."""
     serving = [each for each in workers if each.is_alive and each.serves(queue)]
     processes = sum(each.concurrency for each in serving)
-    long = [one for one in running if (now - one.since).total_seconds() > LONG_RUN_S]
-    if not long or any(each.busy is None or each.busy < each.concurrency for each in serving):
+    if not running or any(each.busy is None or each.busy < each.concurrency for each in serving):
         return None
     named = ", ".join(
-        f"{one.tag} ({one.tasks:,}, the first since "
-        f"{show_duration((now - one.since).total_seconds())})"
-        for one in long
+        f"{one.tag} ({one.tasks:,}, the first since {show_duration(one.for_s)})" for one in running
     )
     return Reason(
         "busy",
         f"All {count(processes, 'process', 'processes')} of the workers of the queue {queue} are "
         f"busy, for long with {named}.",
         "If they hang, give their processors a time_limit, and restart the workers.",
-        long[0].tag,
+        running[0].tag,
     )
 
 
@@ -225,15 +242,13 @@ def _paused(case: _Case) -> Iterator[Reason]:
     for policy in case.policies:
         if not policy.is_paused:
             continue
-        since, until, by = policy.update_time, policy.paused_until, policy.updated_by
-        sentence = f"The {policy.kind} {policy.name} is paused"
-        if by:
-            sentence += f" by {by}"
+        by = f" by {policy.updated_by}" if policy.updated_by else ""
+        since, until = policy.update_time, policy.paused_until
+        sentence = f"The {policy.kind} {policy.name} is paused{by}"
         if since is not None:
             ago = show_duration((case.now - since).total_seconds())
             sentence += f" since {show_instant(since)} ({ago})"
-        if until is not None:
-            sentence += f", until {show_instant(until)}"
+        sentence += "" if until is None else f", until {show_instant(until)}"
         remedy = f"To resume it: delaytasks resume --{policy.kind} {quote(policy.name)}"
         yield Reason("paused", f"{sentence}.", remedy, policy.name)
 
@@ -339,16 +354,6 @@ def _no_key(case: _Case) -> Iterator[Reason]:
         )
 
 
-#: The rules that say what a task waits for. Without any reason of theirs, it is due.
-WAITING: Sequence[Callable[[_Case], Iterator[Reason]]] = (
-    _paused,
-    _limited,
-    _not_due,
-    _unserved,
-    _no_key,
-)
-
-
 def _due(case: _Case) -> Iterator[Reason]:
     task, swept_s, settings = case.task, case.swept_s, case.settings
     sentence, lost = f"It is due since {show_duration(case.late_s)}", ""
@@ -357,13 +362,12 @@ def _due(case: _Case) -> Iterator[Reason]:
         lost = f"; {times} in a row the worker died or lost its lease while the task ran"
     is_swept = swept_s is not None and swept_s <= settings.self_sweep_s
     if case.late_s > settings.grace_s:
-        if busy := all_busy(task.queue, case.workers, running_by_tag(case.store), case.now):
+        if busy := all_busy(task.queue, case.workers, long_running(case.store, case.now)):
             yield busy
             return
         if not is_swept:
-            swept = "there was no sweep yet"
-            if swept_s is not None:
-                swept = f"the last sweep was {show_duration(swept_s)} ago"
+            ago = "" if swept_s is None else show_duration(swept_s)
+            swept = f"the last sweep was {ago} ago" if ago else "there was no sweep yet"
             text = f"{sentence}, and no sweep looks for overdue tasks: {swept}{lost}."
             yield Reason("no_sweep", text, "Check that beat and a worker run.")
             return
@@ -540,26 +544,29 @@ def _recurring(case: _Case) -> Iterator[Reason]:
 
 
 def why_late(
-    late: OverdueGroup,
+    queue: str,
+    tag: str,
+    cause: str | None,
     workers: Sequence[RegisteredWorker],
     policies: Sequence[Policy],
     namespace: str,
-    running: Sequence[Running],
-    now: datetime,
+    running: Sequence[LongRunning],
 ) -> Reason:
-    """Return the most important reason why the tasks of a queue and a tag have not begun."""
-    queue, tag = late.queue, late.tag
+    """Return the most important reason why the tasks of a queue and a tag have not begun.
+
+    `cause` is the code of the deferral by a worker; None if no worker has deferred them.
+    """
     own = [each for each in policies if each.name == (tag if each.kind == "tag" else queue)]
     for policy in own:
         if policy.is_paused:
             return Reason("paused", f"The {policy.kind} {policy.name} is paused.")
     if reason := unserved(queue, tag, workers, namespace):
         return reason
-    if late.cause is not None:
-        fact, remedy = _DEFERRED[late.cause]
+    if cause is not None:
+        fact, remedy = _DEFERRED[cause]
         fact = fact.format(tag=tag)
-        return Reason(late.cause, f"{fact[0].upper()}{fact[1:]}.", remedy)
+        return Reason(cause, f"{fact[0].upper()}{fact[1:]}.", remedy)
     if any(policy.kind == "tag" and policy.has_limits for policy in own):
         return Reason("limit", f"The tag {tag} has limits, and its tasks wait for each other.")
-    busy = all_busy(queue, workers, running, now)
+    busy = all_busy(queue, workers, running)
     return busy or Reason("due", "They wait for a worker of the queue to be free.")

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from datetime import datetime, timedelta
 from operator import add
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.model.clock import fork_safe
 from delaytasks.model.moves import MOVES, SettlingMove
@@ -172,22 +172,23 @@ class RunCounts(dict[str, Any]):
             self[name] = value if known is None else _ADDED.get(name, add)(known, value)
 
 
-class FailureCount(NamedTuple):
-    """Failed runs of one tag with the same error pattern."""
-
-    tag: str
-    pattern: str
-    runs: int
-    #: The task and the error of one of them.
-    task_id: int
-    error: str
+#: Counts by the tag and the error pattern, which is empty for the runs of a tag. A process reports
+#: them.
+Counted = dict[tuple[str, str], RunCounts]
 
 
-class RunStatistics(NamedTuple):
-    """What a process has counted since its last report."""
+def add_counts(counted: Counted, key: tuple[str, str], counts: RunCounts, most: int) -> None:
+    """Add counts to those of a key, unless it would be one more group of failures than `most`."""
+    _, pattern = key
+    if not pattern or key in counted or sum(bool(other) for _, other in counted) < most:
+        counted.setdefault(key, RunCounts()).add(counts)
 
-    tags: tuple[tuple[str, RunCounts], ...] = ()
-    failures: tuple[FailureCount, ...] = ()
+
+def add_failure(counted: Counted, tag: str, task_id: int, error: str) -> None:
+    """Add a failed run to the group of its tag and its error."""
+    pattern, sample = error_pattern(error), error[-MAX_SAMPLE:]
+    counts = RunCounts(failed=1, pattern=pattern, task_id=task_id, error=sample)
+    add_counts(counted, (tag, pattern), counts, MAX_FAILURE_GROUPS)
 
 
 # -- Patterns of error texts, by which failures are grouped ---------------------------------------
@@ -290,8 +291,7 @@ class RunCounter(Observer):
     def after_fork(self) -> None:
         self._lock = threading.Lock()
         self._runs: deque[tuple[str, timedelta, float, int | None]] = deque()
-        self._tags = defaultdict[str, RunCounts](RunCounts)
-        self._failures: dict[tuple[str, str], FailureCount] = {}
+        self._counted: Counted = defaultdict(RunCounts)
 
     def ended(self, settlement: Settlement, took_s: float, error: BaseException | None) -> None:
         task = settlement.task
@@ -309,17 +309,14 @@ class RunCounter(Observer):
                 else:
                     self._add_outcome(settlement, task.id in accepted)
             for tag, number in done.items():
-                self._tags[tag][OUTCOMES["succeed"]] += number
+                self._counted[tag, ""][OUTCOMES["succeed"]] += number
 
-    def take(self) -> RunStatistics:
+    def take(self) -> Counted:
         """Return the counts since the last call, and count anew."""
         with self._lock:
             self._add_runs()
-            if not self._tags:
-                return RunStatistics()
-            tags, self._tags = self._tags, defaultdict(RunCounts)
-            failures, self._failures = self._failures, {}
-        return RunStatistics(tuple(tags.items()), tuple(failures.values()))
+            counted, self._counted = self._counted, defaultdict(RunCounts)
+        return dict(counted)
 
     def _add_runs(self) -> None:
         """Add the runs of the queue to the counts of their tags."""
@@ -327,14 +324,14 @@ class RunCounter(Observer):
         for _ in range(len(runs)):
             tag, lateness, duration_s, late_by = runs.popleft()
             if counts is None or tag != last:  # most neighbours have the same tag
-                last, counts, on_time_s = tag, self._tags[tag], self._on_time_s(tag)
+                last, counts, on_time_s = tag, self._counted[tag, ""], self._on_time_s(tag)
             counts.add_run(lateness.total_seconds(), duration_s, on_time_s)
             if late_by is not None:
                 counts.add_late_start(late_by)
 
     def _add_outcome(self, settlement: Settlement, is_accepted: bool) -> None:
         task, move = settlement.task, settlement.move
-        counts = self._tags[task.tag]
+        counts = self._counted[task.tag, ""]
         # A transaction of the processor that is still open keeps the row until its lease ends.
         is_left_open = settlement.is_made and move != "succeed"
         if is_left_open or not is_accepted:
@@ -342,20 +339,10 @@ class RunCounter(Observer):
             return
         counts[OUTCOMES[move]] += 1
         if move in _FAILURES:
-            self._add_failure(task, settlement.error or "")
+            add_failure(self._counted, task.tag, task.id, settlement.error or "")
         elif move == "expire" and self._on_time_s(task.tag) is not None:
             counts["late"] += 1
 
     def _on_time_s(self, tag: str) -> float | None:
         processor = self._registry.get(tag)
         return None if processor is None else processor.on_time_s
-
-    def _add_failure(self, task: DelayedTask, error: str) -> None:
-        pattern = error_pattern(error)
-        known = self._failures.get((task.tag, pattern))
-        if known is not None:
-            self._failures[task.tag, pattern] = known._replace(runs=known.runs + 1)
-        elif len(self._failures) < MAX_FAILURE_GROUPS:
-            self._failures[task.tag, pattern] = FailureCount(
-                task.tag, pattern, 1, task.id, error[-MAX_SAMPLE:]
-            )

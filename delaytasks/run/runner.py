@@ -39,7 +39,7 @@ from delaytasks.model.policies import WaitlistState
 from delaytasks.model.task import Claimed, DelayedTask, Entry, Settlement
 from delaytasks.run.calls import Calls, Host
 from delaytasks.run.chunk import Chunk, ChunkRunner, ChunkSize, Tally
-from delaytasks.run.observers import Observer, RunCounter, RunLog, RunStatistics
+from delaytasks.run.observers import Counted, Observer, RunCounter, RunLog
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
@@ -99,7 +99,7 @@ class Report(NamedTuple):
     #: The waitlists that a process should go on with.
     waitlists: tuple[WaitlistState, ...] = ()
     #: What the process has counted since its last report.
-    statistics: RunStatistics = RunStatistics()
+    statistics: Counted = {}
     #: The rows and seconds from which the size of the next chunk is learned.
     sample: tuple[int, float] = (0, 0.0)
 
@@ -420,9 +420,9 @@ class Runner:
         """The ids of rows that still run in this process although their chunks are over."""
         return self._chunks.detached
 
-    def take_statistics(self) -> RunStatistics:
+    def take_statistics(self) -> Counted:
         """Return what was counted since the last call, and count anew."""
-        return RunStatistics() if self._counter is None else self._counter.take()
+        return {} if self._counter is None else self._counter.take()
 
     def finish(self) -> None:
         """Wait until the concurrent rows of past chunks have ended and are settled."""

@@ -186,7 +186,7 @@ class Processes:
         runner.finish()
         statistics = runner.take_statistics()
         runtime.flush()
-        if statistics.tags and runtime.settings.statistics:
+        if statistics and runtime.settings.statistics:
             from delaytasks.operate.statistics import StatisticsWriter
 
             writer = StatisticsWriter(runtime)

@@ -141,10 +141,7 @@ class WorkerRuntime:
 
         if isinstance(place, str):
             place = node_format(place, self.celery_worker.hostname)
-        statistics, pool = self.statistics, self.celery_worker.pool
-        totals = dict if statistics is None else statistics.totals
-        metrics = WorkerMetrics(self.events, self.info, totals, lambda: int(pool.limit or 1))
-        self._endpoint = MetricsEndpoint(place, self.events, metrics)
+        self._endpoint = MetricsEndpoint(place, self.events, WorkerMetrics(self))
         self.loops.append(self._endpoint.loop)
 
     def stop(self, is_warm: bool = False) -> None:

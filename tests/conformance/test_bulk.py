@@ -525,13 +525,13 @@ def test_the_tasks_of_an_operation_that_still_runs_are_not_rerun(delays: DelayTa
 
 
 def test_a_cancel_that_died_is_rerun_later(delays: DelayTasks, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr("delaytasks.operate.bulk_calls.BulkRun._end", lambda *_: None)
+    monkeypatch.setattr("delaytasks.operate.task_calls.BulkRun._end", lambda *_: None)
     schedule(delays)
     result = delays.bulk.cancel(tag="mail")
     assert delays.bulk.log()[0].state == "running"
     with invalid("entry", match="still runs"):
         delays.bulk.rerun(entry=result.runs[0])
-    monkeypatch.setattr("delaytasks.operate.bulk_calls.RUNNING_S", -1)
+    monkeypatch.setattr("delaytasks.operate.task_calls.RUNNING_S", -1)
     assert counts(delays.bulk.rerun(entry=result.runs[0])) == (1, 1, 0)
 
 

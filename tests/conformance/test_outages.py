@@ -18,9 +18,8 @@ from sqlalchemy.exc import DBAPIError
 from delaytasks import DelayedTask, OutcomeUnknownError, Status, StoreUnavailableError
 from delaytasks.db.types import db_now_plus
 from delaytasks.loops import limit_answers
-from delaytasks.operate.health import HealthChecks, HealthQuestion
+from delaytasks.operate.health import HealthChecks, verdict_of
 from delaytasks.operate.state import read_state
-from delaytasks.operate.verdict import verdict_of
 from delaytasks.runtime import runtime_of
 from tests.conftest import new_world
 from tests.services import kill_connections
@@ -278,22 +277,21 @@ def test_a_read_only_database_is_logged_once_for_all_stages(
 
 
 def test_a_read_only_database_is_unhealthy_and_restarts_no_worker(postgresql_url: str) -> None:
-    question = HealthQuestion("worker", "host")
     with new_world(World, postgresql_url, table_prefix="ro_") as world:
         world.store.workers.report("celery@host", ["default"], "prefork", 2, 0)
         set_columns(world.store, "workers", seen_at=db_now_plus(-600))
-        checks = HealthChecks(world.store, world.delays.settings)
-        [silent] = checks.live(question)
+        worker, api = (HealthChecks(world.runtime, of, "host") for of in ("worker", "api"))
+        [silent] = worker.live()
         assert not silent.is_ok
         world.reconnect(READ_ONLY["postgresql"])
-        [unknown] = checks.live(question)
+        [unknown] = worker.live()
         assert (unknown.is_ok, "read-only" in unknown.detail) == (True, True)
-        database = checks.ready(HealthQuestion("api"))[0]
+        database = api.ready()[0]
         assert (database.is_ok, "read-only" in database.detail) == (False, True)
         verdict = verdict_of(read_state(runtime_of(world.delays)))
         assert (verdict.level, verdict.headline) == ("bad", "Stopped. The database is read-only.")
         world.reconnect()
-        assert checks.ready(HealthQuestion("api"))[0].is_ok
+        assert api.ready()[0].is_ok
 
 
 def test_another_reason_is_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from sqlalchemy.exc import NoResultFound
 import delaytasks as e
 from delaytasks import Cancel, DelayTasks, Fail, Retry, Snooze, Status
 from delaytasks.operate.statistics import MAX_PATTERNS, StatisticsWriter
-from delaytasks.run.observers import FailureCount, RunCounts, RunStatistics
+from delaytasks.run.observers import Counted, RunCounts
 from tests.refusals import invalid
 from tests.world import MainProcess, MakeWorld, World
 from tests.world.recording import refusing
@@ -74,7 +74,7 @@ def test_a_run_is_reported_and_written_once(main: MainProcess) -> None:
         main.write_counts(main.world.drain() if number == 3 else main.world.run(task))
         main.write_counts()
         assert outcomes(main.world) == {"done": number}
-    assert main.world.run().statistics.tags == ()
+    assert main.world.run().statistics == {}
 
 
 def test_tasks_of_a_batch_and_concurrent_tasks_are_each_counted_once(main: MainProcess) -> None:
@@ -142,7 +142,7 @@ def test_the_groups_of_one_report_are_bounded(main: MainProcess) -> None:
 
 def test_nothing_is_counted_if_the_setting_is_off(make_world: MakeWorld) -> None:
     world = make_world(statistics=False)
-    assert world.run(world.schedule()).statistics.tags == ()
+    assert world.run(world.schedule()).statistics == {}
 
 
 # The filter `error=`, with which the tasks of a failure group are found and moved
@@ -359,15 +359,19 @@ def test_a_sweep_purges_what_is_older_than_two_days_unless_it_is_off(make_world:
     assert left_after(on) == (2, ["new*"])
 
 
+def failures(task_id: int, *patterns: str) -> Counted:
+    """Return the report of a process in which runs of the tag `a` have failed."""
+    counts = RunCounts(failed=1, task_id=task_id, error="broken")
+    groups = {("a", pattern): RunCounts(counts, pattern=pattern) for pattern in patterns}
+    return {("a", ""): RunCounts(failed=1), **groups}
+
+
 def test_the_patterns_of_a_write_and_of_an_hour_are_bounded(world: World) -> None:
     writer = StatisticsWriter(world.runtime)
     for part in range(2):
-        patterns = [f"{part}.{n}*" for n in range(MAX_PATTERNS + 5)]
-        failures = tuple(FailureCount("a", pattern, 1, 1, "broken") for pattern in patterns)
-        writer.add(RunStatistics((("a", RunCounts(failed=1)),), failures))
+        writer.add(failures(1, *(f"{part}.{n}*" for n in range(MAX_PATTERNS + 5))))
         writer.write()
-    known = FailureCount("a", "0.0*", 1, 2, "broken")
-    writer.add(RunStatistics((("a", RunCounts(failed=1)),), (known,)))
+    writer.add(failures(2, "0.0*"))
     writer.write()
     groups = world.delays.statistics.failures(limit=1000)
     assert sorted(one.pattern for one in groups) == sorted(f"0.{n}*" for n in range(MAX_PATTERNS))

@@ -105,7 +105,7 @@ def test_no_coroutine_sleeps_beyond_its_timeout(world: World, monkeypatch: Monke
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr("delaytasks.operate.single_tasks.monotonic", lambda: sum(pauses))
+    monkeypatch.setattr("delaytasks.operate.task_calls.monotonic", lambda: sum(pauses))
     monkeypatch.setattr(asyncio, "sleep", sleep)
     with pytest.raises(e.WaitTimeoutError):
         run(world.delays.aresult(task, 0.1))

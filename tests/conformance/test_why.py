@@ -17,8 +17,8 @@ from sqlalchemy import select
 from delaytasks import DelayedTask, DelayTasks, Retry, Status
 from delaytasks.cli.status import read_deployment
 from delaytasks.model.clock import to_us
+from delaytasks.operate.health import verdict_of
 from delaytasks.operate.metrics import run_metrics
-from delaytasks.operate.verdict import verdict_of
 from delaytasks.run.runner import FailureReason
 from tests.services import free_port
 from tests.world import RUNNING, MainProcess, MakeWorld, World
@@ -108,10 +108,10 @@ def test_a_task_that_a_person_cancelled_alone_names_the_actor(delays: DelayTasks
     record = partial(record_action, delays)
     for task in (mine, other):
         delays.cancel(task)
-    record("cancel_task", {"id": str(mine.id)}, "ann", task=mine.id)
-    record("cancel_task", {"id": str(mine.id)}, "bob", task=mine.id, is_refused=True)
+    record("cancel_task", {"id": str(mine.id)}, "ann")
+    record("cancel_task", {"id": str(mine.id)}, "bob", is_refused=True)
     record("cancel_task", {"id": f"{mine.id}0"}, "bob")
-    record("rerun_task", {"id": str(mine.id)}, "bob", task=mine.id)
+    record("rerun_task", {"id": str(mine.id)}, "bob")
     [entry] = [entry for entry in delays.bulk.log() if entry.actor == "ann"]
     [reason] = explain(delays, mine)
     assert f"by ann (entry {entry.id} of the log)" in reason.sentence

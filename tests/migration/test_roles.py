@@ -22,9 +22,9 @@ from delaytasks.db import migrations
 from delaytasks.db.schema import Schema
 from delaytasks.db.store import Store
 from delaytasks.model.task import Entry
-from delaytasks.operate.findings import WaitingTasks
-from delaytasks.operate.health import HealthChecks, HealthQuestion
-from delaytasks.operate.state_queries import OverdueRows, server_problem
+from delaytasks.operate.checks import WaitingTasks
+from delaytasks.operate.health import HealthChecks
+from delaytasks.operate.state import overdue_rows, server_problem
 from delaytasks.recurring.recurring import follow
 from delaytasks.runtime import runtime_of
 from tests.conftest import settings_for
@@ -151,8 +151,7 @@ def test_a_producer_schedules_and_moves_tasks(role_tables: RoleTables) -> None:
     assert delays.get(task, attempts=True).attempts == ()
     with pytest.raises(StoreError):
         delays.policies.pause(tag="mail")
-    checks = HealthChecks(runtime_of(delays).store, runtime_of(delays).settings)
-    assert all(check.is_ok for check in checks.ready(HealthQuestion("api")))
+    assert all(check.is_ok for check in HealthChecks(runtime_of(delays), "api").ready())
     delays.close()
 
 
@@ -234,11 +233,10 @@ def test_a_worker_that_may_not_read_the_requests_to_cancel_is_refused(
 def test_a_console_can_read(role_tables: RoleTables) -> None:
     web, delays = role_tables.delays("web"), role_tables.delays("console")
     store = runtime_of(delays).store
-    overdue = OverdueRows(store.database, store.schema)
     task = web.schedule_delay("mail", {}, 60)
     web.close()
     assert explain(delays, task)[0].code == "future"
-    assert overdue.groups(3600, 20) == [], "an earlier test may have left due tasks"
+    assert overdue_rows(store, 3600) == [], "an earlier test may have left due tasks"
     assert server_problem(store.database) is None
     assert WaitingTasks(runtime_of(delays)).by_tag() is not None
     assert delays.find() is not None

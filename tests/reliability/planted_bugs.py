@@ -36,7 +36,7 @@ from delaytasks.events import Events
 from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
 from delaytasks.model import clock, text
 from delaytasks.model.policies import WAITLIST_RECHECK_S
-from delaytasks.operate.start_checks import StartChecks
+from delaytasks.operate.checks import StartChecks
 from delaytasks.recurring import creation, recurring
 from delaytasks.recurring.creation import RecurringTable
 from delaytasks.run import celery_context, chunk

@@ -17,7 +17,7 @@ from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION, MOST_ACTIVE, SESSION_S
 from delaytasks.console.viewers import LoginLimit, Role, UserFile, Viewer, proxy_viewer
 from delaytasks.model.filters import LogEntry
-from delaytasks.operate.bulk_calls import record_action
+from delaytasks.operate.task_calls import record_action
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import SECRET, Site, healthy_site, make_delays, post, token_of
 from tests.waiting import wait_until

@@ -13,8 +13,8 @@ from werkzeug.datastructures import MultiDict
 from delaytasks import StoreUnavailableError
 from delaytasks.console import forms, pages_tasks
 from delaytasks.console.viewers import Role
-from delaytasks.operate import bulk_calls as bulk
-from delaytasks.operate.single_tasks import find_tasks
+from delaytasks.operate import task_calls as bulk
+from delaytasks.operate.task_calls import find_tasks
 from delaytasks.runtime import runtime_of
 from tests.ui.chromium import MODES, watched
 from tests.ui.console_site import Site, post, served

@@ -17,8 +17,8 @@ from delaytasks.console.viewers import Role
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import UTC
 from delaytasks.model.text import installed_version
+from delaytasks.operate.health import verdict_of
 from delaytasks.operate.searches import SearchTimeoutError
-from delaytasks.operate.verdict import verdict_of
 from delaytasks.operate.why import why
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, chart_titles, fill, make_delays, post

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,9 @@ from delaytasks.console.viewers import Role
 from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import AN_HOUR, hour_of
-from delaytasks.operate import state_queries as failed_rows
-from delaytasks.operate.state import ServicesState
-from delaytasks.operate.state_queries import OverdueRows, Stats
+from delaytasks.operate import searches, state
+from delaytasks.operate.health import Verdict, verdict_of
 from delaytasks.operate.statistics import StatisticsWriter
-from delaytasks.operate.verdict import Verdict, verdict_of
 from delaytasks.runtime import runtime_of
 from tests.ui.chromium import MODES, watched
 from tests.ui.console_site import Site, healthy_site, make_delays, post, served
@@ -74,9 +71,7 @@ def sentences(text: str) -> list[str]:
 
 @pytest.fixture
 def site_without_broker(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
-    services = ServicesState("eta", uses_broker=True)
     monkeypatch.setattr(requests, "ask_broker", lambda _: "OperationalError: refused")
-    monkeypatch.setattr("delaytasks.operate.state.ServicesState", lambda *_: services)
     return site
 
 
@@ -150,8 +145,8 @@ def test_a_tile_has_the_number_of_the_sentence_while_tasks_move(
 
         return work
 
-    monkeypatch.setattr(Stats, "counts", then_add(Stats.counts))
-    monkeypatch.setattr(OverdueRows, "count", then_add(OverdueRows.count))
+    monkeypatch.setattr(state, "task_counts", then_add(state.task_counts))
+    monkeypatch.setattr(state, "count_overdue", then_add(state.count_overdue))
     text = page(site)
     number = tile(text, label)
     assert int(number) == 5
@@ -324,7 +319,7 @@ def test_failures_beyond_those_that_are_read_are_counted_and_named(
     shop: FailingShop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are four failures of one tag, and then 30 of another one, of which 20 are read."""
-    monkeypatch.setattr(failed_rows, "MOST_FAILED", 20)
+    monkeypatch.setattr(searches, "MOST_FAILED", 20)
     shop.run("pay.notify", 4)
     shop.run("report.build", 30)
     verdict = shop.verdict()
@@ -346,8 +341,8 @@ def test_failures_beyond_those_that_are_read_are_counted_and_named(
     set_columns(shop.store, "tasks", update_time=db_now_plus(3600))
     [group] = [g for g in read_deployment(shop.delays).groups if g.tag == "report.build"]
     assert group.since is not None
-    assert group.sample.failed_at is not None
-    assert (group.sample.failed_at - group.since).total_seconds() > 1800
+    assert group.sample.update_time is not None
+    assert (group.sample.update_time - group.since).total_seconds() > 1800
 
 
 def test_the_last_tasks_are_found_by_their_ids(shop: FailingShop) -> None:
@@ -356,8 +351,7 @@ def test_the_last_tasks_are_found_by_their_ids(shop: FailingShop) -> None:
     store = shop.store
     ids = [task.id for task in shop.delays.find(tag="pay.notify")]
     found: list[Any] = []
-    rows_of = partial(failed_rows.rows_of, store.database, store.schema, ids)
-    shown = plans(store, lambda: found.extend(rows_of()))
+    shown = plans(store, lambda: found.extend(searches.tasks_of_ids(store, ids)))
     assert len(found) == 3
     assert not re.search(r"Seq Scan|SCAN|'type': 'ALL'", shown), shown
 
@@ -451,8 +445,8 @@ def test_a_lost_worker_is_a_note_while_tasks_are_on_time(waiting: Site) -> None:
     assert (verdict.level, verdict.headline) == ("note", "On time.")
     [problem] = verdict.problems
     assert re.fullmatch(
-        r"Worker w1@host was lost at \d\d:\d\d UTC: it was killed, or its host is down\. "
-        rf"Its tasks {LEASES}",
+        r"Worker w1@host was lost at \d\d:\d\d UTC\. A lost worker was killed, or its host is "
+        rf"down\. Its tasks {LEASES}",
         problem.text,
     )
     assert (problem.level, problem.page) == ("note", "workers")
@@ -477,7 +471,7 @@ def test_several_lost_workers_are_counted_and_late_tasks_are_worse(waiting: Site
     assert re.fullmatch(
         r"4 workers were lost, the last one at \d\d:\d\d UTC: "
         r"w4@host, w3@host, w2@host and 1 more\. "
-        rf"They were killed, or their hosts are down\. Their tasks {LEASES}",
+        rf"A lost worker was killed, or its host is down\. Its tasks {LEASES}",
         problem.text,
     )
     store = runtime_of(waiting.delays).store

@@ -26,7 +26,7 @@ from delaytasks.cli import context, output, up
 from delaytasks.cli.main import delays, main
 from delaytasks.model import errors
 from delaytasks.model.text import TABLES_REMEDY
-from delaytasks.operate.single_tasks import pretty_body
+from delaytasks.operate.task_calls import pretty_body
 from tests.running import ROOT
 from tests.world import MonkeyPatch
 

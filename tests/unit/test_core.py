@@ -35,8 +35,8 @@ from delaytasks.model.body import Cipher, dump_flat, dump_json, encode_body, key
 from delaytasks.model.inputs import parse_duration, parse_instant, show_duration
 from delaytasks.model.task import is_encrypted
 from delaytasks.model.text import TABLES_REMEDY, Secret, mask_secret, mask_url, one_line, storable
-from delaytasks.operate import texts
-from delaytasks.operate.access import TokenBuckets
+from delaytasks.operate import serving, texts
+from delaytasks.operate.serving import TokenBuckets
 from delaytasks.operate.texts import show_from_now, show_instant
 from delaytasks.run.runner import FailureReason
 from tests.fuzzing import fuzz, json_like, plain
@@ -134,7 +134,8 @@ def test_the_monotonic_clock_continues_during_a_suspension(monkeypatch: MonkeyPa
 
 def test_the_bucket_that_was_used_longest_ago_is_forgotten(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(TokenBuckets, "MOST_KEYS", 2)
-    buckets = TokenBuckets(1, 1, lambda: 0.0)
+    monkeypatch.setattr(serving, "monotonic", lambda: 0.0)
+    buckets = TokenBuckets(1, 1)
     assert [buckets.take(key) for key in "abccb"] == [0, 0, 0, 1, 1]
     assert buckets.take("a") == 0
 

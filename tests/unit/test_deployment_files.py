@@ -17,7 +17,7 @@ import pytest
 
 from delaytasks import ConfigError
 from delaytasks.cli.servers import API_PORT
-from delaytasks.operate.health import READY_ANSWER_S
+from delaytasks.operate.serving import READY_ANSWER_S
 from delaytasks.settings import load_settings
 from tests.doc_commands import check_command
 from tests.running import ROOT

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -35,7 +36,7 @@ from delaytasks.model.filters import Filter
 from delaytasks.model.text import DEFERRALS
 from delaytasks.operate import metrics
 from delaytasks.operate.monitoring import read_file
-from delaytasks.operate.state import DatabaseState, DeploymentState, ServicesState
+from delaytasks.operate.state import DeploymentState
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import Settings
 from delaytasks.testing import DelaysTester, create_tables
@@ -91,8 +92,12 @@ def cells(text: str) -> list[str]:
 def metric_names() -> set[str]:
     """Return the names of the metrics, as Prometheus shows them."""
     info = {"timer_is_up": True, "held": 0, "waiting": 0, "chunks": 0, "loops": {}, "events": {}}
-    worker = metrics.WorkerMetrics(Events(), lambda: info, dict, lambda: 1)
-    empty = DeploymentState(from_us(0), DatabaseState(""), ServicesState("eta", True))
+    pool: Any = SimpleNamespace(pool=SimpleNamespace(limit=1))
+    of: Any = SimpleNamespace(
+        events=Events(), info=lambda: info, statistics=None, celery_worker=pool
+    )
+    worker = metrics.WorkerMetrics(of)
+    empty = DeploymentState(from_us(0))
     found = chain(metrics.table_metrics(empty), metrics.peak_metrics(None), worker.collect())
     names = {f"delaytasks_{name}_up" for name in ("database", "broker", "redis_timer")}
     names.add("delaytasks_scheduled_total")  # a recipe counts these

@@ -13,18 +13,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from delaytasks import StoreUnavailableError
-from delaytasks.console import requests
-from delaytasks.console.requests import SharedCache
 from delaytasks.events import Events
 from delaytasks.operate import metrics as prometheus
-from delaytasks.operate.metrics import (
-    FAULT_EVENTS,
-    MAX_REST_S,
-    REST_S,
-    DatabaseMetrics,
-    MetricsEndpoint,
-)
+from delaytasks.operate import serving
+from delaytasks.operate.metrics import FAULT_EVENTS, REST_S, DatabaseMetrics, MetricsEndpoint
 from delaytasks.operate.monitoring import read_file
+from delaytasks.operate.serving import LONGEST_KEPT_S, SharedCache
 from delaytasks.operate.state import read_tables
 from delaytasks.settings import Address
 from tests.services import free_port
@@ -89,11 +83,11 @@ def test_a_worker_that_has_ended_does_not_try_its_port_again(two: Two) -> None:
 # -- how long the metrics of the databases are kept before they are read again --------------------
 
 
-CLOCKED = [prometheus, requests]
+CLOCKED = [serving]
 
 
 RESTS: list[Any] = [(5, StoreUnavailableError("down"), REST_S), (0.1, None, REST_S)]
-RESTS += [(1, None, 20), (5, None, MAX_REST_S)]
+RESTS += [(1, None, 20), (5, None, LONGEST_KEPT_S)]
 
 
 @pytest.mark.parametrize(("took_s", "error", "rest_s"), RESTS)

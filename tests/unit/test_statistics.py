@@ -15,13 +15,14 @@ import pytest
 from delaytasks.console.charts import LEFT, RIGHT, WIDTH, Series, lines, stacked_bars
 from delaytasks.model.clock import UTC, from_us
 from delaytasks.model.inputs import parse_duration
+from delaytasks.model.moves import Status
+from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import traceback_text
 from delaytasks.operate import statistics as writer
 from delaytasks.operate.state import groups_of
-from delaytasks.operate.state_queries import FailedRow
 from delaytasks.operate.statistics import RunTotals, StatisticsWriter, quantile
 from delaytasks.run import observers
-from delaytasks.run.observers import FailureCount, RunCounts, RunStatistics, error_pattern
+from delaytasks.run.observers import Counted, RunCounts, error_pattern
 from tests.world import MainProcess, MakeWorld, MonkeyPatch, World
 
 # -- histograms and counts, which can be added and written in compact form ------------------------
@@ -38,16 +39,16 @@ def test_bounds_increase_and_a_value_that_equals_one_belongs_to_its_bucket() -> 
 
 def test_a_quantile_is_between_the_bounds_of_its_bucket() -> None:
     counts = [0, 90, 0, 10]
-    assert quantile(counts, (1, 2, 4), 0.5) == pytest.approx(1 + 50 / 90)
-    assert quantile(counts, (1, 2, 4), 0.9) == 2
-    assert quantile(counts, (1, 2, 4), 0.99) == 4, "the last bucket has no upper bound"
-    assert quantile([0, 0, 0, 0], (1, 2, 4), 0.5) is None
+    assert quantile(counts, (1, 2, 4), 0.5, 4) == pytest.approx(1 + 50 / 90)
+    assert quantile(counts, (1, 2, 4), 0.9, 4) == 2
+    assert quantile(counts, (1, 2, 4), 0.99, 4) == 4, "the last bucket ends at the largest value"
+    assert quantile([0, 0, 0, 0], (1, 2, 4), 0.5, 0) is None
     bounds = (1, 60, 300)  # no quantile exceeds the largest value
     assert quantile([0, 0, 1, 0], bounds, 0.99, highest=101) == pytest.approx(100.59)
     assert quantile([0, 0, 0, 4], bounds, 1.0, highest=400) == 400, "above the last"
     run = RunCounts()
     run.add_run(101.0, 0.02, None)
-    totals = RunTotals.of(run)
+    totals = RunTotals(run)
     assert 60 < (totals.lateness_quantile(0.5) or 0) < (totals.lateness_quantile(1.0) or 0) == 101
     assert totals.duration_quantile(1.0) == 0.02
 
@@ -61,11 +62,11 @@ def test_an_early_start_is_on_time() -> None:
 # -- the counts of a worker's main process --------------------------------------------------------
 
 
-def report(*tags: str, failures: tuple[FailureCount, ...] = ()) -> RunStatistics:
+def report(*tags: str) -> Counted:
     counts = RunCounts()
     counts["done"] += 1
     counts.add_run(0.1, 0.2, None)
-    return RunStatistics(tuple((tag, counts) for tag in tags), failures)
+    return {(tag, ""): counts for tag in tags}
 
 
 def test_tags_beyond_the_limit_are_counted_together(make_world: MakeWorld) -> None:
@@ -97,7 +98,7 @@ def test_after_a_failed_write_the_loop_rests(world: World, monkeypatch: MonkeyPa
     assert made is not None
     monkeypatch.setattr(made, "write", lambda: 1 / 0)
     assert [made._turn(), made._turn()] == [writer.WRITE_S] * 2
-    assert world.count("loop.failed") == 1
+    assert world.count("loop.failed") == 2
 
 
 # -- patterns of error texts: equal for errors of one kind, and different for others --------------
@@ -161,7 +162,8 @@ SUMMARIES = [(charge, "ValueError: order … of … was not found"), (look_up, "
 @pytest.mark.parametrize(("fail", "summary"), [*SUMMARIES, (refuse, "KeyError")])
 def test_the_summary_of_a_group_has_no_colon(fail: Callable[[object], None], summary: str) -> None:
     now = datetime(2030, 1, 31, 18, tzinfo=timezone.utc)
-    [group] = groups_of([FailedRow(7, "order.close", "default", now, now, text_of(fail, 7))], now)
+    failed = DelayedTask(7, "order.close", "", now, Status.FAILED, error=text_of(fail, 7))
+    [group] = groups_of([failed], now)
     assert group.summary == summary
 
 

@@ -108,7 +108,7 @@ class Receiver:
 
     def check_app(self) -> None:
         """Check the configuration of the app, as a worker does at its start."""
-        self.world.runtime.checks.check_broker()
+        self.world.runtime.checks.check_settings()
 
     @property
     def lost_broker(self) -> type[Exception]:

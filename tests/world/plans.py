@@ -21,10 +21,10 @@ from delaytasks.db.statements import Prepared
 from delaytasks.db.store import Store
 from delaytasks.model.filters import filter_of
 from delaytasks.model.task import Level
-from delaytasks.operate.bulk_calls import bulk_filter_of
-from delaytasks.operate.live import live_rows
+from delaytasks.operate.health import HealthChecks
 from delaytasks.operate.searches import Follower
-from delaytasks.operate.state_queries import OverdueRows, Stats
+from delaytasks.operate.state import count_overdue, live_rows, task_counts
+from delaytasks.operate.task_calls import bulk_filter_of
 from tests.conftest import new_world
 from tests.world.world import World
 
@@ -89,18 +89,20 @@ class PlannedWorld(World):
         return self.store.database.autocommitted(lambda on: list(read(on)))
 
     def overdue(self) -> object:
-        return OverdueRows(self.store.database, self.store.schema).count(1)
+        return count_overdue(self.store, 1)
 
     def unserved(self) -> object:
         """Search for queues that no worker serves."""
-        return OverdueRows(self.store.database, self.store.schema).other_queues({"served"}, 1)
+        self.serve("worker", "served")
+        workers = self.store.workers.registered(self.now(), 60)
+        return HealthChecks(self.runtime)._queues_check(workers)
 
     def expired_leases(self) -> object:
-        return Stats(self.store.database, self.store.schema).expired_leases()
+        return self.store.leases.count_expired()
 
     def counts(self, *most: int) -> dict[Status, tuple[int, bool]]:
         """Return the number of rows of each status, and whether it is an estimate."""
-        found = Stats(self.store.database, self.store.schema).counts(*most)
+        found = task_counts(self.store, *most)
         return {status: (count.rows, count.is_estimate) for status, count in found.items()}
 
     def levels(self, late_s: float) -> object:

@@ -31,7 +31,7 @@ from delaytasks.events import Events
 from delaytasks.model.clock import Clock, monotonic, to_us
 from delaytasks.model.moves import Status
 from delaytasks.model.task import Entry
-from delaytasks.operate import bulk_calls
+from delaytasks.operate import task_calls
 from delaytasks.operate.why import Reason, why
 from delaytasks.run.runner import Runner
 from delaytasks.runtime import runtime_of
@@ -83,7 +83,7 @@ def explain(delays: DelayTasks, task: DelayedTask | int) -> list[Reason]:
 
 def record_action(delays: DelayTasks, *words: Any, **options: Any) -> None:
     """Write an entry of the log, as the console does for an action on one task."""
-    bulk_calls.record_action(runtime_of(delays), *words, **options)
+    task_calls.record_action(runtime_of(delays), *words, **options)
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from delaytasks.operate.statistics import Unwritten, count_rows, write_counts
-from delaytasks.run.observers import RunCounts
+from delaytasks.operate.statistics import count_rows, write_counts
+from delaytasks.run.observers import Counted, RunCounts
 from tests.world.world import World
 
 
@@ -14,7 +14,7 @@ class Counts:
 
     def __init__(self, world: World) -> None:
         self._store = world.store
-        self._unwritten: dict[datetime, Unwritten] = {}
+        self._unwritten: dict[datetime, Counted] = {}
 
     def add_runs(
         self,

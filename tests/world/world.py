@@ -31,9 +31,8 @@ from delaytasks.model.filters import filter_of
 from delaytasks.model.moves import SettlingMove
 from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement
 from delaytasks.operate import forecast
-from delaytasks.operate.live import LiveSnapshot, snapshot
 from delaytasks.operate.searches import Follower, limited_search
-from delaytasks.operate.state import DeploymentState, read_tables
+from delaytasks.operate.state import DeploymentState, LiveSnapshot, read_tables, snapshot
 from delaytasks.operate.statistics import write_counts
 from delaytasks.operate.why import Reason, why
 from delaytasks.run.observers import RunCounts
@@ -61,15 +60,15 @@ LIMITS = {
     "tasks_counted_exactly": "operate.forecast.MAX_EXACT",
     "tasks_counted": "operate.forecast.MAX_COUNTED",
     "tasks_sampled": "operate.forecast.SAMPLED",
-    "seconds_to_a_first_forecast": "loops.FIRST_WAIT_S",
+    "seconds_to_a_first_forecast": "operate.forecast.FIRST_WAIT_S",
     "occurrences_computed": "operate.forecast.MAX_OCCURRENCES",
     "named_queues_of_a_look": "worker.sweep.MOST_NAMED",
     "rows_of_a_purge": "worker.sweep.PURGE_ROWS",
     "purges_of_a_sweep": "worker.sweep.PURGE_STEPS",
     "waitlists_of_a_visit": "db.policy_rows.WAITLISTS_PER_CALL",
     "lost_workers_of_a_sweep": "db.sweep_queries.EXPIRED_PER_SWEEP",
-    "rows_of_a_bulk_step": "operate.bulk_calls.BULK_ROWS",
-    "seconds_before_a_second_try": "operate.bulk_calls.BUSY_S",
+    "rows_of_a_bulk_step": "operate.task_calls.BULK_ROWS",
+    "seconds_before_a_second_try": "operate.task_calls.BUSY_S",
     "rows_of_a_bulk_window": "db.bulk_moves.WINDOW",
     "held_rows_of_a_page": "db.policy_rows.HELD_PAGE",
     "rows_of_a_release": "db.policy_rows.RELEASED_ROWS",

@@ -14,7 +14,7 @@ from delaytasks.contrib.django.django_connection import MIGRATE_REMEDY, source_a
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.db import migrations
 from delaytasks.model.errors import ConfigError
-from delaytasks.operate.health import HealthChecks, HealthQuestion
+from delaytasks.operate.health import HealthChecks
 from delaytasks.runtime import runtime_of
 
 
@@ -69,8 +69,7 @@ def check_database(databases: Iterable[str] | None = None, **_: Any) -> list[Che
     if is_migrating or delays.alias not in (databases or ()):
         return []
     runtime = runtime_of(delays)
-    checks = HealthChecks(runtime.store, runtime.settings)
-    problems = [each for each in checks.ready(HealthQuestion("api")) if not each.is_ok]
+    problems = [each for each in HealthChecks(runtime, "api").ready() if not each.is_ok]
     # Otherwise Django's test runner could not drop the database.
     runtime.store.database.dispose()
     return [

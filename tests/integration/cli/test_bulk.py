@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, Status
-from delaytasks.operate import bulk_calls as bulk
+from delaytasks.operate import task_calls as bulk
 from tests.integration.cli.project import HOSTILE, RUN, Project
 from tests.waiting import wait_until
 

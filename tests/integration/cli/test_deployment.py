@@ -13,7 +13,8 @@ from delaytasks import Status
 from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.text import installed_version
-from delaytasks.operate.state_queries import Count, OverdueRows, Stats
+from delaytasks.operate import state
+from delaytasks.operate.state import Count, count_overdue
 from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import Project
 from tests.services import RedisServer, free_port
@@ -42,7 +43,7 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     assert found["counts"] == {status.name: 0 for status in Status} | counts
     assert found["expired_leases"] == 1
     assert found["overdue"]["count"] == 1
-    assert OverdueRows(store.database, store.schema).count(1000) == (0, None), "within its grace"
+    assert count_overdue(store, 1000) == (0, None), "within its grace"
     assert 89 < found["overdue"]["late_s"] < 120
     shown = ("name", "is_alive", "busy", "clock_offset_s", "version", "queues")
     version, queues = installed_version(), ["default", "letters"]
@@ -81,7 +82,7 @@ def test_an_estimate_is_shown_as_one(shop: Project) -> None:
     assert shop.json("status")["estimated"] == []
     assert "estimated" not in shop("status").stdout
     large = {status: Count(1_234_567, status is Status.NOT_COMPLETE) for status in Status}
-    shop.patch.setattr(Stats, "counts", lambda *_: large)
+    shop.patch.setattr(state, "task_counts", lambda *_: large)
     assert len(re.findall("1,234,567 +estimated", shop("status").stdout)) == 1
     assert shop.json("status")["estimated"] == ["NOT_COMPLETE"]
 

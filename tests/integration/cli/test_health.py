@@ -8,16 +8,17 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from delaytasks import StoreUnavailableError
-from delaytasks.cli import status
 from delaytasks.db import migrations
 from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.db.types import db_now_plus
-from delaytasks.operate.health import HealthChecks, HealthQuestion
+from delaytasks.operate import health
+from delaytasks.operate.health import HealthChecks
 from delaytasks.settings import Settings
 from tests.integration.cli.project import Project
 from tests.world.recording import set_columns
@@ -113,7 +114,7 @@ def test_tables_are_of_this_version_or_newer(bare: Project, head: str, expected:
 
 def test_a_broker_that_does_not_answer_stops_no_run(healthy: Project) -> None:
     report(healthy, f"run7-ab@{HOST}", "direct/prefork")
-    healthy.patch.setattr(status, "ask_broker", lambda _: "refused")
+    healthy.patch.setattr(health, "ask_broker", lambda _: "refused")
     assert failed(healthy, "worker") == ["broker"]
     assert failed(healthy, "worker", "--live") == failed(healthy, "run") == []
 
@@ -187,11 +188,10 @@ def test_a_database_that_hangs_is_given_up_in_time() -> None:
             may_end.wait()
             raise StoreUnavailableError("too late")
 
-    hanging: Any = Hanging()
-    checks = HealthChecks(hanging, Settings())
-    [live] = checks.live(HealthQuestion("worker", HOST, timeout_s=0.05))
+    hanging: Any = SimpleNamespace(store=Hanging(), settings=Settings(), direct_timer=True)
+    [live] = HealthChecks(hanging, "worker", HOST, timeout_s=0.05).live()
     assert live.is_ok
-    database, broker = checks.ready(HealthQuestion(timeout_s=0.05))
+    database, broker = HealthChecks(hanging, timeout_s=0.05).ready()
     assert not database.is_ok
     assert database.detail == "no answer within 50ms"
     assert broker.is_ok

@@ -90,7 +90,7 @@ def test_paused_tags_capped_counts_and_untrusted_names_are_shown(busy: Project) 
     assert not busy.json("status")["live"]["is_capped"]
     busy("pause", "--tag", "mail")
     assert "mail paused" in busy("status").stdout
-    busy.patch.setattr("delaytasks.operate.live.MOST_ROWS", 1)
+    busy.patch.setattr("delaytasks.operate.state.MOST_ROWS", 1)
     assert "minima" in busy("status").stdout
     set_columns(busy.store, "tasks", tag=HOSTILE[:100])
     said = busy("status").stdout

@@ -15,7 +15,7 @@ from delaytasks import ConfigError
 from delaytasks.db.store import Store
 from delaytasks.http_api.api_keys import ApiKey, ApiKeyFile, ApiKeys, new_entry
 from delaytasks.http_api.routes import ROUTES, Route, make_api
-from delaytasks.operate import health as probes
+from delaytasks.operate import serving as probes
 from delaytasks.operate.health import HealthChecks
 from tests.integration.http_api.conftest import ApiCaller, ApiSite, site_at
 

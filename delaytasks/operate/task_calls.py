@@ -1,35 +1,245 @@
-"""Cancels, reschedules or reruns all tasks that a filter matches, in small steps."""
+"""The methods of `DelayTasks` on tasks that exist: on one task, and on all that a filter matches.
+
+The operations on many tasks are `delays.bulk`. They move the tasks in small steps.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.loops import CallGroup, twin
-from delaytasks.model.errors import InvalidInputError, StoreUnavailableError, TaskStateError
+from delaytasks.model.clock import monotonic
+from delaytasks.model.errors import (
+    BodyEncryptedError,
+    InvalidInputError,
+    StoreUnavailableError,
+    TaskCancelledError,
+    TaskFailedError,
+    TaskNotFoundError,
+    TaskStateError,
+    WaitTimeoutError,
+)
 from delaytasks.model.filters import BulkFilter, Filter, Filters, LogEntry, To, filter_of, new_due
 from delaytasks.model.inputs import (
+    CELERY_PREFIX,
     MAX_DELAY_S,
     Spread,
     actor_of,
     check_id,
+    check_key,
     check_page_limit,
     check_shift,
+    check_tag,
     check_wait,
     parse_instant,
 )
-from delaytasks.model.moves import LIVE, MOVES, Status
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.moves import FINISHED, LIVE, MOVES, Status
+from delaytasks.model.task import (
+    CallerConnection,
+    CancelResult,
+    DelayedTask,
+    Page,
+    Transaction,
+    connection_of,
+    id_of,
+    shown_json,
+)
+from delaytasks.model.text import shown
+from delaytasks.operate.texts import last_line
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from delaytasks.db.store import Store
     from delaytasks.model.inputs import Delay
     from delaytasks.runtime import Runtime
+
+# -- One task -------------------------------------------------------------------------------------
+
+
+#: The first and the longest time between two reads of a row that a caller waits for.
+FIRST_S, LONGEST_S = 0.02, 0.5
+GROWTH = 1.5
+#: A task with one of these statuses cannot be cancelled any more.
+_NOTHING_TO_CANCEL = (Status.RUNNING, *FINISHED)
+
+
+@contextmanager
+def named_task(
+    runtime: Runtime,
+    task: object,
+    tag: str | None,
+    key: str | None,
+    session: Any,
+    is_to_move: bool = True,
+) -> Iterator[tuple[int, Transaction | None, CallerConnection | None]]:
+    """Yield the id of the task that a call names, the transaction of the call and its connection.
+
+    Errors of a driver inside the block become errors of ours.
+    """
+    with runtime.transactions.guard(session) as transaction:
+        on = connection_of(transaction)
+        yield find_id(runtime.store, task, tag, key, on, is_to_move), transaction, on
+
+
+def find_id(
+    store: Store,
+    task: object,
+    tag: str | None,
+    key: str | None,
+    on: CallerConnection | None = None,
+    is_to_move: bool = False,
+) -> int:
+    """Return the id of the task that the arguments of a call name; look a key up."""
+    if (task is None) == (key is None) or (key is not None and tag is None):
+        raise InvalidInputError("name the task by its id, or by tag= and key=", "task")
+    if task is not None:
+        return id_of(task)
+    tag, key = check_tag(tag), check_key(key)
+    id = store.tasks.ids_of_keys(tag, [key], on, is_to_move).get(key)
+    if id is None:
+        raise TaskNotFoundError(f"no live task of tag {shown(tag)} has the key {shown(key)}")
+    return id
+
+
+def read_task(runtime: Runtime, task: object, tag: str | None, key: str | None) -> DelayedTask:
+    """Read a task in a transaction of its own, which sees the end of the task."""
+    return runtime.store.tasks.read(find_id(runtime.store, task, tag, key))
+
+
+class Pauses:
+    """The growing pauses between two reads of a task, until a time limit; None means no limit."""
+
+    def __init__(self, timeout: Delay | None) -> None:
+        self._pause_s = FIRST_S
+        self._ends_at = self._limit_s = None
+        if timeout is not None:
+            self._limit_s = check_wait(timeout, "timeout")
+            self._ends_at = monotonic() + self._limit_s
+
+    def next(self, task: DelayedTask) -> float:
+        """Return the seconds until the next read.
+
+        Raises
+        ------
+        WaitTimeoutError
+            If no time is left.
+        """
+        pause_s, self._pause_s = self._pause_s, min(self._pause_s * GROWTH, LONGEST_S)
+        if self._ends_at is None:
+            return pause_s
+        left_s = self._ends_at - monotonic()
+        if left_s <= 0:
+            remedy = "wait longer, or look at it later"
+            if task.tag.startswith(CELERY_PREFIX):
+                result = f"AsyncResult({shown(task.key)}).get()"
+                remedy = f"this row sends a Celery task, so wait with {result}"
+            raise WaitTimeoutError(
+                f"task {task.id} ({task.tag}) is {task.status.name} after {self._limit_s:g} s: "
+                f"{remedy}",
+                task.id,
+            )
+        return min(pause_s, left_s)
+
+
+def result_of(task: DelayedTask) -> Any:
+    """Return the result of a task that has ended, or raise the error that says how it ended."""
+    if task.status is Status.DONE:
+        return task.result
+    reason = f"task {task.id} ({task.tag}) is {task.status.name}"
+    if task.error:
+        reason = f"{reason}: {last_line(task.error)}"
+    if task.status is Status.CANCELLED:
+        raise TaskCancelledError(reason, task.id, task.status)
+    raise TaskFailedError(reason, task.id)
+
+
+def pretty_body(task: DelayedTask) -> str:
+    """Return the body as indented JSON, in which integers of any size are exact."""
+    return _pretty(lambda: task.body, task.body_json)
+
+
+def pretty_result(task: DelayedTask) -> str:
+    return _pretty(lambda: task.result, task.result_json or "")
+
+
+def _pretty(read: Callable[[], Any], stored: str) -> str:
+    try:
+        return json.dumps(read(), indent=2, ensure_ascii=False)
+    except BodyEncryptedError:
+        return str(shown_json(stored))
+    except (ValueError, RecursionError):  # another program stored no JSON
+        return stored
+
+
+def find_tasks(
+    runtime: Runtime,
+    filters: Filters,
+    cursor: str | None = None,
+    limit: int = 100,
+    newest_first: bool = False,
+    session: Any = None,
+    time_limit_s: float | None = None,
+) -> Page:
+    """Return a page of tasks. Without a session, `time_limit_s` may limit the search."""
+    check_page_limit(limit)
+    where = filter_of(filters)
+    with runtime.transactions.guard(session) as transaction:
+        on = connection_of(transaction)
+        find = partial(runtime.store.tasks.find, where, limit, cursor, newest_first=newest_first)
+        if time_limit_s is None or on is not None:
+            return find(on=on)
+        from delaytasks.operate.searches import limited_search
+
+        database = runtime.store.database
+        return limited_search(database, lambda own: find(on=own), time_limit_s)
+
+
+def cancel_task(
+    runtime: Runtime,
+    task: object,
+    tag: str | None = None,
+    key: str | None = None,
+    version: int | None = None,
+    running: bool = False,
+    session: Any = None,
+) -> CancelResult:
+    """Cancel a task, as `DelayTasks.cancel` explains."""
+    try:
+        with named_task(runtime, task, tag, key, session) as (id, transaction, on):
+            cancelled = runtime.store.tasks.cancel(id, version, on, running)
+    except TaskStateError as error:
+        if not isinstance(error, TaskNotFoundError) and error.status not in _NOTHING_TO_CANCEL:
+            raise
+        if error.status is Status.CANCELLED:
+            return CancelResult(False, f"task {id} was cancelled before", id, Status.CANCELLED)
+        reason = str(error)
+        if error.status is not None:
+            reason = f"task {error.id} is {error.status.name}"
+        return CancelResult(False, reason, error.id, error.status, error=error)
+    name = f"task {id} ({cancelled.tag})"
+    if cancelled.status is Status.RUNNING:
+        runtime.events.emit("task.cancel_requested", **cancelled.event_fields)
+        reason = f"{name} runs, and is asked to stop"
+        return CancelResult(False, reason, id, Status.RUNNING, is_requested=True)
+    runtime.events.emit("task.cancelled", **cancelled.event_fields)
+    runtime.producer.arm_after_commit([], transaction)
+    return CancelResult(True, f"{name} is cancelled", id, Status.CANCELLED)
+
+
+def is_several(names: Any) -> bool:
+    return isinstance(names, Iterable) and not isinstance(names, (str, bytes))
+
+
+# -- All tasks that a filter matches --------------------------------------------------------------
 
 
 #: An operation whose last step is older has ended, since its process died.
@@ -307,13 +517,7 @@ class Bulk(CallGroup):
         run = BulkRun(self._runtime, which, to, cancelled)
         run.find()
         if not options.get("dry_run"):
-            on_progress = options.get("on_progress")
-
-            def report() -> None:
-                if on_progress is not None:
-                    on_progress(run.result)
-
-            run.move(self._runtime.new_id(), who, report)
+            run.move(who, options.get("on_progress") or (lambda result: None))
         return run.result
 
 
@@ -345,30 +549,21 @@ def _within(where: Filter, cancelled: LogEntry) -> Filter:
 
     They bound the part of an index that is read. A cancel does not change them.
     """
-    known = {name: value for name, value in cancelled.filter.items() if name in _BOUNDS}
-    for name in known.keys() & {"since", "until"}:
-        known[name] = parse_instant(known[name], name)
-    bounds = filter_of(known)
-    missing = [name for name in known if getattr(where, name) is None]
-    return replace(where, **{name: getattr(bounds, name) for name in missing})
+    missing = [name for name in _BOUNDS if getattr(where, name) is None]
+    bounds = {name: cancelled.filter[name] for name in missing if name in cancelled.filter}
+    for name in bounds.keys() & {"since", "until"}:
+        bounds[name] = parse_instant(bounds[name], name)
+    return replace(where, **{name: getattr(filter_of(bounds), name) for name in bounds})
 
 
 def record_action(
-    runtime: Runtime,
-    action: str,
-    what: dict[str, Any],
-    actor: str,
-    *,
-    is_refused: bool = False,
-    task: int | None = None,
+    runtime: Runtime, action: str, what: dict[str, Any], actor: str, *, is_refused: bool = False
 ) -> None:
     """Write a log entry about one action of a person, such as a pause."""
     now, refused = runtime.clock.now(), int(is_refused)
-    state = "failed" if is_refused else "done"
-    id = runtime.new_id()
-    runtime.store.bulk.audit.begin(
-        LogEntry(id, action, what, actor, state, now, now, now, 1, 1 - refused, refused)
-    )
+    values = action, what, actor, "failed" if is_refused else "done", now, now, now
+    entry = LogEntry(runtime.new_id(), *values, matched=1, changed=1 - refused, refused=refused)
+    runtime.store.bulk.audit.begin(entry)
 
 
 #: Rows in one transaction: few enough that locks on them are short.
@@ -385,21 +580,19 @@ class BulkRun:
         self, runtime: Runtime, which: BulkFilter, to: To, cancelled: LogEntry | None = None
     ) -> None:
         """With `cancelled`, the tasks are those that this operation has cancelled."""
-        self._tasks = runtime.store.tasks
+        self._runtime = runtime
         self._store = runtime.store.bulk
-        self._producer = runtime.producer
-        self._events = runtime.events
         self._to = to
         self._ids = array("q")
         self._id: int | None = None
-        self.matched = self._changed = self._refused = 0
-        self.started = runtime.store.database.now()
+        self._matched = self._changed = self._refused = 0
+        self._started = runtime.store.database.now()
         self._filter_as_given = which
         self._cancelled = cancelled
         # Each task is shifted once. Tasks that changed since the start are left out, because one of
         # our own steps may have changed them and its answer was lost.
         if isinstance(to, timedelta | Spread) and cancelled is None:
-            until = min(which.where.updated_until or self.started, self.started)
+            until = min(which.where.updated_until or self._started, self._started)
             which = replace(which, where=replace(which.where, updated_until=until))
         elif cancelled is not None:
             where = _within(which.where, cancelled)
@@ -413,23 +606,23 @@ class BulkRun:
             self._refused += sum(status not in self._which.movable for _, status in rows)
         if self._cancelled and not self._filter_as_given.where.as_json().keys() - {"status"}:
             self._refused = self._cancelled.changed - len(self._ids)  # they have moved since
-        self.matched = len(self._ids) + self._refused
+        self._matched = len(self._ids) + self._refused
 
     @property
     def result(self) -> BulkResult:
         runs = () if self._id is None else (self._id,)
-        return BulkResult(self.matched, self._changed, self._refused, self.started, runs)
+        return BulkResult(self._matched, *self._done, self._started, runs)
 
-    def move(self, id: int, actor: str, report: Callable[[], object]) -> None:
-        """Change the tasks step by step, and call `report` after each step.
+    def move(self, actor: str, on_progress: OnProgress) -> None:
+        """Change the tasks step by step, and call `on_progress` after each step.
 
-        The audit row `id` has the counts of each step, also after a crash.
+        The log entry has the counts of each step, also after a crash.
         """
-        self._begin(id, actor)
+        self._id = id = self._begin(actor)
         state = "failed"
         try:
             for _ in self._steps():
-                report()
+                on_progress(self.result)
             state = "done"
         except (KeyboardInterrupt, SystemExit):
             state = "stopped"
@@ -437,19 +630,18 @@ class BulkRun:
         finally:
             self._end(id, state)
 
-    def _begin(self, id: int, actor: str) -> None:
+    def _begin(self, actor: str) -> int:
         which = self._filter_as_given.where.as_json()
         if self._cancelled is not None:
             which["entry"] = str(self._cancelled.id)
         which = which or {"everything": True}
         if self._to is not None:
             which["to"] = _as_text(self._to)
-        counts = (self.matched, self._changed, self._refused)
-        started = self.started
-        self._store.audit.begin(
-            LogEntry(id, self._which.move, which, actor, "running", started, started, None, *counts)
-        )
-        self._id = id
+        id, times = self._runtime.new_id(), (self._started, self._started, None)
+        counts = (self._matched, *self._done)
+        entry = LogEntry(id, self._which.move, which, actor, "running", *times, *counts)
+        self._store.audit.begin(entry)
+        return id
 
     def _end(self, id: int, state: str) -> None:
         try:
@@ -487,9 +679,9 @@ class BulkRun:
         self._changed += len(step.moved)
         self._refused += step.refused
         if step.moved and self._which.move != "cancel":
-            self._producer.arm_entries(step.moved)
+            self._runtime.producer.arm_entries(step.moved)
         if step.moved:
-            self._events.emit(EVENTS[self._which.move], count=len(step.moved))
+            self._runtime.events.emit(EVENTS[self._which.move], count=len(step.moved))
         if step.keyed:
             self._rerun_keyed_tasks(step.keyed)
             self._store.audit.note(self._id, self._done)
@@ -500,14 +692,14 @@ class BulkRun:
         rerun: list[DelayedTask] = []
         for id, version, due in keyed:
             try:
-                moved_to = new_due(id, due, self._to, self.started) or due
-                rerun.append(self._tasks.rerun(id, moved_to, version))
+                moved_to = new_due(id, due, self._to, self._started) or due
+                rerun.append(self._runtime.store.tasks.rerun(id, moved_to, version))
             except TaskStateError:  # another task has the key, or this task has changed
                 self._refused += 1
         self._changed += len(rerun)
         if rerun:
-            self._producer.arm(rerun)
-            self._events.emit(EVENTS["rerun"], count=len(rerun))
+            self._runtime.producer.arm(rerun)
+            self._runtime.events.emit(EVENTS["rerun"], count=len(rerun))
 
 
 def _as_text(to: datetime | timedelta | Spread) -> str:

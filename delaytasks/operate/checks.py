@@ -1,0 +1,223 @@
+"""What is checked before a process works: its settings, and the tasks that this code could not run.
+
+A worker checks the settings at its start. `check` reads all waiting tasks before a deployment, and
+so may take minutes. Beat's schedule gets its entries here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sqlalchemy import Select, and_, func, select
+
+from delaytasks.broker.arming import SWEEP
+from delaytasks.db.schema import BODY
+from delaytasks.db.types import db_now_plus
+from delaytasks.model.clock import json_fields
+from delaytasks.model.errors import BodyRefusedError, ConfigError, StoreUnavailableError
+from delaytasks.model.inputs import MAX_DELAY_S, show_duration
+from delaytasks.model.moves import LIVE, Status
+from delaytasks.model.task import DelayedTask
+from delaytasks.model.text import shown
+
+if TYPE_CHECKING:
+    from delaytasks.registry import ProcessorSpec
+    from delaytasks.runtime import Runtime
+
+# -- The settings ---------------------------------------------------------------------------------
+
+
+def add_sweeps(celery_app: Any, runtime: Runtime) -> None:
+    """Add an entry for each sweep partition to beat's schedule, unless it has sweep entries."""
+    settings = runtime.settings
+    schedule = celery_app.conf.beat_schedule
+    if not any(entry.get("task") == SWEEP for entry in schedule.values()):
+        for sweep_partition in range(settings.sweep_partitions):
+            entry = {"task": SWEEP, "schedule": settings.sweep_s, "args": (sweep_partition,)}
+            schedule[f"delaytasks-sweep-{sweep_partition}"] = entry
+
+
+#: The default of kombu.
+REDIS_VISIBILITY_S = 3600.0
+#: Content types that cannot carry code.
+SAFE_CONTENT = {"json", "application/json", "msgpack", "application/x-msgpack"}
+_REDIS_SCHEMES = ("redis", "unix:", "sentinel:")
+
+
+class StartChecks:
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def check_ready(self) -> None:
+        """Check the settings and the database."""
+        self.check_settings()
+        runtime, settings = self._runtime, self._runtime.settings
+        try:
+            runtime.store.check()
+            # Another deployment on the same tables takes our tasks to its own queues.
+            if settings.uses_broker and runtime.store.sweeps.is_shared(settings.silent_s):
+                remedy = (
+                    "give both the same delaytasks_namespace and broker, or tables of their own "
+                    "(delaytasks_table_prefix); if you have changed it, stop the old workers"
+                )
+                runtime.events.emit("tables.shared", namespace=settings.namespace, remedy=remedy)
+        except StoreUnavailableError as error:
+            # Not an error of the configuration: a worker waits until the database is back.
+            runtime.events.emit("store.down", error=str(error))
+
+    def check_settings(self) -> None:
+        """Check the settings without any connection."""
+        self._check_visibility()
+        accepted = set(self._runtime.celery.conf.accept_content or ())
+        unsafe = ", ".join(sorted(map(str, accepted - SAFE_CONTENT)))
+        if unsafe:
+            remedy = (
+                "accept_content = ['json'], or keep all but your own producers out of the broker"
+            )
+            self._runtime.events.emit("content.unsafe", accepts=unsafe, remedy=remedy)
+        self._check_sweeps()
+
+    def _check_visibility(self) -> None:
+        """Compare the horizon with the time after which a broker delivers a message again.
+
+        Our messages are acknowledged on receipt, but a blocked worker may leave them waiting.
+        """
+        conf, horizon = self._runtime.celery.conf, self._runtime.settings.horizon_s
+        broker = conf.broker_url
+        first = str(broker[0] if isinstance(broker, (list, tuple)) and broker else broker)
+        default = REDIS_VISIBILITY_S if first.startswith(_REDIS_SCHEMES) else None
+        visibility = (conf.broker_transport_options or {}).get("visibility_timeout", default)
+        try:
+            visible_s = None if visibility is None else float(visibility)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"visibility_timeout = {shown(visibility)} in broker_transport_options is no "
+                "number of seconds"
+            ) from None
+        if horizon is not None and visible_s is not None and horizon >= visible_s:
+            raise ConfigError(
+                f"delaytasks_horizon = {horizon:g} s is not below the broker's "
+                f"visibility_timeout = {visible_s:g}: messages could be delivered twice; lower "
+                "the horizon, or raise visibility_timeout in broker_transport_options"
+            )
+
+    def _check_sweeps(self) -> None:
+        """Raise `ConfigError` if an entry of beat names a sweep partition that does not exist."""
+        settings, count = self._runtime.settings, self._runtime.settings.sweep_partitions
+        for name, entry in (self._runtime.celery.conf.beat_schedule or {}).items():
+            sweep_partition, *_ = entry.get("args") or (0,)
+            if entry.get("task") == SWEEP and not settings.has_sweep_partition(sweep_partition):
+                raise ConfigError(
+                    f"beat_schedule[{name!r}] names sweep partition {shown(sweep_partition)}, and "
+                    f"delaytasks_sweep has {count}: the sweep partitions are 0 to {count - 1}; "
+                    "correct its args, or leave the entries to delaytasks"
+                )
+
+
+# -- The waiting tasks that this code could not run -----------------------------------------------
+
+
+#: Ids that one finding lists.
+EXAMPLES = 5
+#: A lease that ends after this number of lease periods cannot be ours.
+LONG_LEASES = 100
+
+
+class Finding(NamedTuple):
+    """Tasks of one tag that this code could not run, and the reason."""
+
+    tag: str
+    tasks: int
+    first_due: datetime
+    problem: str
+    #: Some of the tasks; empty if the finding is about all tasks of the tag.
+    ids: list[int]
+    #: The queues of the tasks, if known.
+    queues: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return json_fields({**self._asdict(), "ids": [*map(str, self.ids)]})
+
+
+class WaitingTasks:
+    """Compares the waiting tasks with the processors, the settings and the keys of this process."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._db, self._schema = runtime.store.database, runtime.store.schema
+        self._settings, self._registry = runtime.settings, runtime.registry
+        self._t = t = self._schema.tasks.c
+        self._is_live = t.status.in_([int(status) for status in LIVE])
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield one finding for each tag, and then those about rows that no worker takes."""
+        for every in self.by_tag():
+            processor = self._registry.get(every.tag)
+            if processor is None:
+                yield every
+            elif processor.schema is not None or processor.body_version is not None:
+                yield from self._refused(every, processor)
+        yield from self._untimely()
+
+    def by_tag(self) -> list[Finding]:
+        """Return the waiting tasks of each tag, as if it had no processor."""
+        t, found = self._t, list[Finding]()
+        first_due = func.min(func.coalesce(t.due_time, t.expected_time))
+        query = select(t.tag, t.queue, func.count(), first_due).where(self._is_live)
+        query = query.group_by(t.tag, t.queue).order_by(t.tag, t.queue)
+        for tag, rows in groupby(self._all(query), itemgetter(0)):
+            _, queues, tasks, dues = zip(*rows, strict=True)
+            found.append(Finding(tag, sum(tasks), min(dues), "no processor", [], queues))
+        return found
+
+    def _refused(self, every: Finding, processor: ProcessorSpec) -> Iterator[Finding]:
+        """Yield a finding about the tasks of a tag whose bodies its processor cannot read, if there
+        are any."""
+        t, tag, cipher, tasks, ids = self._t, processor.tag, self._schema.cipher, 0, list[int]()
+        query = select(t.id, t.message_body, t.expected_time, t.headers)
+        mine = query.where(self._is_live, t.tag == tag).order_by(t.expected_time)
+        for id, body, due, headers in self._all(mine):
+            body = body if cipher is None else cipher.read(body, BODY, id, tag)
+            task = DelayedTask(id, tag, body, due, headers_json=headers)
+            if (problem := self._problem(processor, task)) is not None:
+                if not ids:
+                    every = every._replace(first_due=due, problem=problem)
+                tasks += 1
+                ids += [id] if tasks <= EXAMPLES else []
+        if ids:
+            yield every._replace(tasks=tasks, ids=ids)
+
+    def _problem(self, processor: ProcessorSpec, task: DelayedTask) -> str | None:
+        if processor.is_newer(task.body_version):
+            mine = processor.body_version
+            return f"bodies of version {task.body_version}, and its processor has {mine}"
+        try:
+            processor.checked(task.body)
+        except (BodyRefusedError, ValueError, RecursionError) as error:
+            return str(error)
+        return None
+
+    def _untimely(self) -> Iterator[Finding]:
+        """Yield rows of other programs whose times are too far away, so that no worker will take
+        them."""
+        t = self._t
+        is_far = t.expected_time > db_now_plus(MAX_DELAY_S)
+        is_long = t.lease_until > db_now_plus(LONG_LEASES * self._settings.lease_s)
+        waits, runs = t.status == int(Status.NOT_COMPLETE), t.status == int(Status.RUNNING)
+        problems = {
+            f"due later than {show_duration(MAX_DELAY_S)} from now": and_(waits, is_far),
+            "RUNNING, with a longer lease than any worker sets": and_(runs, is_long),
+        }
+        first, last = func.min(t.id), func.max(t.id)
+        grouped = select(t.tag, func.count(), func.min(t.expected_time), first, last)
+        for problem, is_so in problems.items():
+            query = grouped.where(is_so).group_by(t.tag).order_by(t.tag)
+            for tag, tasks, first_due, *ids in self._all(query):
+                yield Finding(tag, tasks, first_due, problem, sorted({*ids}))
+
+    def _all(self, query: Select[Any]) -> Iterator[Any]:
+        for rows in self._db.stream(query, size=1000, may_take_long=True):
+            yield from rows

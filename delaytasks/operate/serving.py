@@ -1,0 +1,236 @@
+"""What servers share: probes, values that are kept, limits of tries, and files of users and keys.
+
+The servers are the console, the HTTP API and the exporter of metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from delaytasks.model.clock import monotonic
+from delaytasks.model.errors import ConfigError
+from delaytasks.operate.health import HealthChecks
+from delaytasks.settings import make_folder, write_file
+
+if TYPE_CHECKING:
+    from delaytasks.client import DelayTasks
+
+T = TypeVar("T")
+
+
+# -- URLs for the probes of a server: whether it lives, and whether it is ready for requests ------
+
+
+#: The names of the URLs in an app.
+ENDPOINTS = ("health_live", "health_ready")
+#: Anyone may call these URLs, so the database is asked once in this time.
+ASK_AGAIN_S = 1.0
+#: The time that the database has to answer.
+READY_ANSWER_S = 1.0
+
+
+class Probes:
+    """Answers without an API key or a login, and therefore without the texts of errors."""
+
+    def __init__(self, delays: DelayTasks) -> None:
+        self._delays = delays
+        self._lock = threading.Lock()
+        self._asked_at = -math.inf
+        self._results: Mapping[str, bool] = {}
+
+    def add_to(self, app: Any) -> None:
+        """Add the URLs to a Flask application."""
+        app.add_url_rule("/health/live", "health_live", lambda: _answer({}))
+        app.add_url_rule("/health/ready", "health_ready", lambda: _answer(self._ready()))
+
+    def _ready(self) -> Mapping[str, bool]:
+        """Return whether each check succeeds. Callers need the database, and no broker.
+
+        While one thread asks, others answer from the last result, so that probes during an outage
+        do not block the threads that serve requests.
+        """
+        if self._lock.acquire(blocking=not self._results):
+            try:
+                if monotonic() - self._asked_at > ASK_AGAIN_S:
+                    checks = HealthChecks(self._delays._runtime, "api", timeout_s=READY_ANSWER_S)
+                    self._results = {check.name: check.is_ok for check in checks.ready()}
+                    self._asked_at = monotonic()
+            finally:
+                self._lock.release()
+        return self._results
+
+
+def _answer(checks: Mapping[str, bool]) -> tuple[str, int, dict[str, str]]:
+    """Return the text, the status and the headers."""
+    is_healthy = all(checks.values())
+    text = json.dumps({"is_healthy": is_healthy, "checks": checks})
+    return text, 200 if is_healthy else 503, {"Content-Type": "application/json"}
+
+
+# -- Values that several threads read, so that one of them reads the database ----------------------
+
+
+#: Values that are kept. The ones that were read longest ago are dropped first.
+MOST_VALUES = 200
+#: A value is kept 20 times as long as its read took, so that its reads take 5 % of the time.
+KEPT_PER_READ = 20.0
+#: But not longer than this.
+LONGEST_KEPT_S = 60.0
+#: Seconds for which the waiting threads get the error of a read instead of repeating it.
+ERROR_KEPT_S = 4.0
+
+
+class _Slot:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.until = float("-inf")
+        self.value: Any = None
+        self.error: Exception | None = None
+
+
+class SharedCache:
+    """Keeps each value for some seconds. One thread reads it anew while the others wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots: OrderedDict[Hashable, _Slot] = OrderedDict()
+
+    def get(
+        self,
+        key: Hashable,
+        kept_s: float,
+        read: Callable[[], T],
+        *,
+        has_failed: Callable[[T], bool] = lambda value: False,
+    ) -> T:
+        """Return the value of `key`; call `read` if it is older than `kept_s` seconds.
+
+        A value whose read took long is kept for longer, so that a slow database is not read all the
+        time. An error of `read` is kept too, and raised in all threads that ask meanwhile.
+
+        Parameters
+        ----------
+        has_failed
+            Says that a value contains an error. It is then kept for `kept_s` seconds, however long
+            the database was silent.
+        """
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot())
+            self._slots.move_to_end(key)
+            while len(self._slots) > MOST_VALUES:
+                self._slots.popitem(last=False)
+        with slot.lock:
+            if monotonic() >= slot.until:
+                began, slot.error = monotonic(), None
+                try:
+                    slot.value = read()
+                except Exception as error:
+                    slot.error, slot.until = error, monotonic() + min(kept_s, ERROR_KEPT_S)
+                    raise
+                ended = monotonic()
+                slow_s = min(KEPT_PER_READ * (ended - began), LONGEST_KEPT_S)
+                slot.until = ended + (kept_s if has_failed(slot.value) else max(kept_s, slow_s))
+            if slot.error is not None:
+                raise slot.error.with_traceback(None)  # each raise would make it longer
+            value: T = slot.value
+            return value
+
+    def forget(self) -> None:
+        """Drop all values, after an action whose effect the viewer wants to see."""
+        with self._lock:
+            self._slots.clear()
+
+
+# -- Limits of tries ------------------------------------------------------------------------------
+
+
+class TokenBuckets:
+    """Lets each key act `most` times, and from then on `per_s` times a second.
+
+    The counts are in the memory of this process.
+    """
+
+    #: The keys that are remembered. Those that acted longest ago are forgotten first.
+    MOST_KEYS = 10_000
+
+    def __init__(self, per_s: float, most: float) -> None:
+        self._per_s = per_s
+        self._most = most
+        self._lock = threading.Lock()
+        #: The tokens of each key, and the time at which they were counted.
+        self._buckets: dict[Hashable, tuple[float, float]] = {}
+
+    def take(self, key: Hashable, tokens: int = 1) -> float:
+        """Take tokens if there is one. Return 0, or the seconds until there is one."""
+        with self._lock:
+            now = monotonic()
+            found, counted_at = self._buckets.pop(key, (self._most, now))
+            found = min(found + (now - counted_at) * self._per_s, self._most)
+            is_allowed = found >= 1
+            self._buckets[key] = (found - tokens * is_allowed, now)
+            if len(self._buckets) > self.MOST_KEYS:
+                del self._buckets[next(iter(self._buckets))]
+            return 0.0 if is_allowed else (1 - found) / self._per_s
+
+    def forget(self, key: Hashable) -> None:
+        with self._lock:
+            self._buckets.pop(key, None)
+
+
+# -- A JSON file that only its owner can read, and that is read again when it changes -------------
+
+
+class WatchedFile(Generic[T]):
+    """A JSON file.
+
+    Parameters
+    ----------
+    path
+        The file.
+    missing
+        The document if there is no file.
+    parse
+        Makes the content from the document. Its errors are reported with the path.
+    purpose
+        Names the content in errors, such as "console users".
+    """
+
+    def __init__(self, path: Path, missing: Any, parse: Callable[[Any], T], purpose: str) -> None:
+        self._path = path
+        self._parse = parse
+        self._purpose = purpose
+        self._lock = threading.Lock()
+        self._missing = parse(missing)
+        self._read: tuple[tuple[int, int, int], T] | None = None
+
+    def read(self) -> T:
+        """Return the content. The file is parsed only if it has changed since the last call."""
+        with self._lock:
+            try:
+                found = os.stat(self._path)
+                stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
+                if self._read is None or self._read[0] != stamp:
+                    self._read = stamp, self._parsed()
+            except FileNotFoundError:
+                return self._missing
+            return self._read[1]
+
+    def write(self, document: Any) -> None:
+        """Replace the file. Readers see the old file or the new one."""
+        make_folder(self._path.parent)
+        new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        write_file(new, json.dumps(document, indent=2) + "\n")
+        os.replace(new, self._path)
+
+    def _parsed(self) -> T:
+        try:
+            return self._parse(json.loads(self._path.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+            raise ConfigError(f"{self._path} is no file of {self._purpose}: {error}") from error
