@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import re
-import shlex
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
-from delaytasks.cli.output import NOTED, WANTS_JSON, Failure, Part, is_json, print_json, text_of
+from delaytasks.cli.output import NOTED, WANTS_JSON, Failure, Part, is_json, text_of
 from delaytasks.model.errors import ConfigError, DelayTaskError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from delaytasks.client import DelayTasks
     from delaytasks.db.database import Database
     from delaytasks.db.store import Store
@@ -51,15 +50,12 @@ def find_app(name: str) -> Any:
         try:
             found = find(name)
         except AttributeError as error:
-            raise ConfigError(
-                f"{name!r} has no Celery app: {error}; name it, as -A package.module:app"
-            ) from None
-    if not isinstance(found, Celery):
-        kind = type(found).__name__
-        raise ConfigError(
-            f"{name!r} is no Celery app but a {kind}; name it, as -A package.module:app"
-        )
-    return found
+            problem = f"has no Celery app: {error}"
+        else:
+            if isinstance(found, Celery):
+                return found
+            problem = f"is no Celery app but a {type(found).__name__}"
+    raise ConfigError(f"{name!r} {problem}; name it, as -A package.module:app")
 
 
 @contextmanager
@@ -76,11 +72,11 @@ def import_errors(what: str, modules: Iterable[str], remedy: str = "") -> Iterat
         message = f"importing {what} failed: {type(error).__name__}: {error}"
         # If the name of the module or of its package is mistyped, a traceback adds nothing.
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        is_name_wrong = any(f"{module}.".startswith(f"{missing}.") for module in modules)
-        details = "" if is_name_wrong else traceback.format_exc()
-        message += remedy if is_name_wrong else ""
-        ctx = click.get_current_context()
-        raise Failure(ConfigError(message), is_json(ctx), details) from error
+        if any(f"{module}.".startswith(f"{missing}.") for module in modules):
+            message += remedy
+        elif not is_json(click.get_current_context()):
+            click.echo(traceback.format_exc().rstrip(), err=True)
+        raise ConfigError(message) from error
 
 
 # -- One call of the command line -----------------------------------------------------------------
@@ -115,7 +111,10 @@ class Cli:
         self.app_name = app_name
         self.app_origin = app_origin
         self.is_json = is_json(ctx)
+        self.stdout = sys.stdout
         if self.is_json:
+            # stdout is for JSON documents, and not for what the user's code prints.
+            ctx.with_resource(redirect_stdout(sys.stderr))
             # stderr is for one JSON document, so the log must not be printed there.
             logger, silent = logging.getLogger("delaytasks"), logging.NullHandler()
             logger.addHandler(silent)
@@ -123,16 +122,14 @@ class Cli:
 
     @functools.cached_property
     def app(self) -> Any:
-        with self.guarded_stdout():
-            return self._find()
+        return self._find()
 
     @functools.cached_property
     def delays(self) -> DelayTasks:
         """The `DelayTasks` of the Celery app."""
-        found = getattr(self.app, "delaytasks", None)
-        if found is None:
+        if getattr(self.app, "delaytasks", None) is None:
             self.import_processors()  # a module that only workers import may make it
-            found = getattr(self.app, "delaytasks", None)
+        found = getattr(self.app, "delaytasks", None)
         if found is None:
             raise ConfigError(
                 f"the Celery app {self.app.main or '(unnamed)'!r} has no delayed tasks; "
@@ -162,32 +159,31 @@ class Cli:
         The processors name the queues of their tags, and `run` runs them.
         """
         modules: set[str] = set()
-        with (
-            import_errors("what the app's imports and include name", modules),
-            self.guarded_stdout(),
-        ):
+        with import_errors("what the app's imports and include name", modules):
             modules.update(self.app.loader.default_modules)  # this reads the app's configuration
             self.app.loader.import_default_modules()
-
-    def guarded_stdout(self) -> AbstractContextManager[Any]:
-        """Redirect what the user's code prints to stderr where stdout is for one JSON document."""
-        return redirect_stdout(sys.stderr) if self.is_json else nullcontext()
 
     def require_terminal(self, is_confirmed: bool, reason: str) -> None:
         """Raise a usage error unless the user has confirmed, or can be asked."""
         if not is_confirmed and (self.is_json or not sys.stdin.isatty()):
             raise click.UsageError(reason)
 
-    def confirm(self, is_confirmed: bool, question: str) -> None:
+    def confirm(self, is_confirmed: bool, question: str, reason: str) -> None:
+        """Ask the user, or raise a usage error with the reason why nobody can be asked."""
+        self.require_terminal(is_confirmed, reason)
         if not is_confirmed:
             click.confirm(question, abort=True, err=True)
 
     def answer(self, document: Any, *parts: Part) -> None:
         """Print the JSON document if the user asked for it, or else the text of the parts."""
         if self.is_json:
-            print_json(document)
+            self.print_json(document, indent=2)
         elif text := text_of(parts):
             click.echo(text)
+
+    def print_json(self, document: Any, indent: int | None = None) -> None:
+        text = json.dumps(document, indent=indent, allow_nan=False)
+        click.echo(text, file=self.stdout)
 
     def note(self, text: str) -> None:
         """Print a line on stderr, unless JSON is asked for."""
@@ -226,57 +222,6 @@ def pass_cli(command: Callable[..., R]) -> Callable[..., R]:
     return click.make_pass_decorator(Cli)(command)
 
 
-# -- Prepare a call: by itself, under `celery`, or under `flask` ----------------------------------
-
-
-_ORIGINS: dict[ParameterSource | None, str] = {
-    ParameterSource.COMMANDLINE: "command line",
-    ParameterSource.ENVIRONMENT: "environment",
-}
-
-
-def open_cli(ctx: click.Context, app: str) -> None:
-    """Prepare `delaytasks -A app …`."""
-    origin = _ORIGINS.get(ctx.get_parameter_source("app"), "default")
-    is_module = sys.argv[0].endswith(os.path.join("delaytasks", "__main__.py"))
-    command = "python -m delaytasks" if is_module else "delaytasks"
-    if origin == "command line":
-        command += f" -A {shlex.quote(app)}"
-    ctx.obj = Cli(ctx, lambda: find_app(app), command, app, origin)
-
-
-def open_cli_under_celery(ctx: click.Context) -> None:
-    """Prepare `celery -A proj delays …`, for which Celery has found the app."""
-    if ctx.obj.no_color:
-        ctx.color = False
-    app = ctx.obj.app
-    name = ctx.parent.params.get("app") if ctx.parent is not None else None
-    command = f"celery -A {shlex.quote(name)} delays" if isinstance(name, str) else "celery delays"
-    app_name = name if isinstance(name, str) else DEFAULT_APP
-    ctx.obj = Cli(ctx, lambda: app, command, app_name, "celery")
-
-
-def open_cli_under_flask(ctx: click.Context) -> None:
-    """Prepare `flask --app proj delays …`. No application context surrounds the command.
-
-    In an application context, calls would be part of the transaction of `db.session`.
-    """
-    info = ctx.obj
-    path = info.app_import_path
-    command = f"flask --app {shlex.quote(path)} delays" if path else "flask delays"
-    ctx.obj = Cli(ctx, lambda: _celery_of_flask(info.load_app()), command, DEFAULT_APP, "flask")
-
-
-def _celery_of_flask(app: Any) -> Any:
-    delays = app.extensions.get("delaytasks")
-    if delays is None:
-        raise ConfigError(
-            f"the Flask app {app.name!r} has no delayed tasks; call init_app(app) of a FlaskDelays "
-            "where the app is made"
-        )
-    return delays._runtime.celery
-
-
 # -- Commands, with the option --json and exit codes ----------------------------------------------
 
 
@@ -285,24 +230,18 @@ class Command(click.Command):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"epilog": EXIT_CODES, **options})
-        self.params.append(_json_option())
+        about = "Print one JSON document."
+        self.params.append(click.Option(["--json"], is_flag=True, expose_value=False, help=about))
 
 
-class Group(click.Group):
+class Group(Command, click.Group):
     """A group of such commands."""
 
     command_class = Command
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"epilog": EXIT_CODES, **options})
-
 
 class RootGroup(Group):
     """A group that reports all errors in the same way, by exit code and in JSON if asked for."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.params.append(_json_option())
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # An error may come before click has read the options of the command.
@@ -319,20 +258,11 @@ class RootGroup(Group):
 def _reported_errors(ctx: click.Context) -> Iterator[None]:
     try:
         yield
-    except click.UsageError as error:
-        if not is_json(ctx):
+    except (click.UsageError, DelayTaskError) as error:
+        if isinstance(error, click.UsageError) and not is_json(ctx):
             raise
-        raise Failure(error, True) from error
-    except DelayTaskError as error:
         cli = ctx.find_object(Cli)
-        rewrite = str if cli is None else cli.rewrite
-        raise Failure(error, is_json(ctx), rewrite=rewrite) from error
-
-
-def _json_option() -> click.Option:
-    return click.Option(
-        ["--json"], is_flag=True, expose_value=False, help="Print one JSON document."
-    )
+        raise Failure(error, is_json(ctx), cli.rewrite if cli else str) from error
 
 
 def check_belongs(
@@ -353,21 +283,13 @@ def check_belongs(
                 raise click.UsageError(f"--{name.replace('_', '-')} requires {owner}")
 
 
-def moved_bar(cli: Cli, done: str) -> Progress:
-    """Return a progress bar on a terminal's stderr.
-
-    Its task has a field `moved`: the number of tasks that are `done`.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    return Progress(
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn(f"{{task.fields[moved]:,}} tasks {done}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=cli.is_json or not console.is_terminal,
-        transient=True,
-    )
+@contextmanager
+def signals_to(handle: Callable[..., object], *numbers: int) -> Iterator[None]:
+    """Let a function handle these signals. In another thread than the main one, none is handled."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handle) for number in numbers if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from importlib import import_module
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from delaytasks.cli.context import (
-    DEFAULT_APP,
-    RootGroup,
-    open_cli,
-    open_cli_under_celery,
-    open_cli_under_flask,
-)
+from delaytasks.cli.context import DEFAULT_APP, Cli, RootGroup, find_app
+from delaytasks.model.errors import ConfigError
 from delaytasks.operate.operations import OPERATIONS
 
 #: The commands of each module. All others are made from the table of operations.
 _MODULES = {
     "recurring_commands": "import recurring",
-    "run": "run",
     "servers": "access serve",
-    "setup": "check db",
-    "status": "status",
+    "status": "check db status",
     "tasks": "cancel list rerun reschedule show",
-    "up": "up",
+    "up": "run up",
+}
+_ORIGINS: dict[ParameterSource | None, str] = {
+    ParameterSource.COMMANDLINE: "command line",
+    ParameterSource.ENVIRONMENT: "environment",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -71,7 +73,12 @@ def main(ctx: click.Context, app: str) -> None:
     delaytasks schedule order.close '{"order": 7}' --delay 30m
     delaytasks list --status FAILED
     """
-    open_cli(ctx, app)
+    origin = _ORIGINS.get(ctx.get_parameter_source("app"), "default")
+    is_module = sys.argv[0].endswith(os.path.join("delaytasks", "__main__.py"))
+    command = "python -m delaytasks" if is_module else "delaytasks"
+    if origin == "command line":
+        command += f" -A {shlex.quote(app)}"
+    ctx.obj = Cli(ctx, lambda: find_app(app), command, app, origin)
 
 
 @click.group(cls=AllCommands)
@@ -82,7 +89,12 @@ def delays(ctx: click.Context) -> None:
     \b
     celery -A proj delays list --status FAILED
     """
-    open_cli_under_celery(ctx)
+    if ctx.obj.no_color:
+        ctx.color = False
+    app, name = ctx.obj.app, ctx.parent and ctx.parent.params.get("app")
+    command = f"celery -A {shlex.quote(name)} delays" if isinstance(name, str) else "celery delays"
+    app_name = name if isinstance(name, str) else DEFAULT_APP
+    ctx.obj = Cli(ctx, lambda: app, command, app_name, "celery")
 
 
 @click.group("delays", cls=AllCommands)
@@ -93,4 +105,19 @@ def flask_delays(ctx: click.Context) -> None:
     \b
     flask --app shop delays list --status FAILED
     """
-    open_cli_under_flask(ctx)
+    # No application context surrounds the command: calls would be part of the transaction of its
+    # `db.session`.
+    info = ctx.obj
+    path = info.app_import_path
+    command = f"flask --app {shlex.quote(path)} delays" if path else "flask delays"
+
+    def find() -> Any:
+        app = info.load_app()
+        if "delaytasks" in app.extensions:
+            return app.extensions["delaytasks"]._runtime.celery
+        raise ConfigError(
+            f"the Flask app {app.name!r} has no delayed tasks; call init_app(app) of a FlaskDelays "
+            "where the app is made"
+        )
+
+    ctx.obj = Cli(ctx, find, command, DEFAULT_APP, "flask")

@@ -1,8 +1,7 @@
-"""Makes the options of commands, and whole commands, from the table of operations."""
+"""Makes whole commands from the table of operations: their options, and what they print."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
@@ -13,9 +12,12 @@ from typing import Any
 import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
-from delaytasks.cli.results import answer_result
+from delaytasks.cli.output import Cell, Made, Part, Table, cell, coloured, sentence
 from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.inputs import parse_duration
+from delaytasks.model.filters import LogEntry
+from delaytasks.model.policies import Policy
+from delaytasks.model.task import DelayedTask
+from delaytasks.model.text import some_values
 from delaytasks.operate.operations import (
     BODY,
     FLAG,
@@ -25,16 +27,20 @@ from delaytasks.operate.operations import (
     Kind,
     Operation,
     Parameter,
+    document_of,
 )
-from delaytasks.operate.texts import parse_past
+from delaytasks.operate.texts import parse_past, show_instant
+from delaytasks.recurring.definition import RecurringSchedule
+
+# -- options --------------------------------------------------------------------------------------
 
 
-class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in later versions
-    """A type of option that one function parses. Its errors name the option."""
+class Typed(click.ParamType):  # type: ignore[type-arg]  # generic only in later versions
+    """The type of an option. Errors in its values name the option."""
 
-    def __init__(self, name: str, parse: Callable[[str, str], Any]) -> None:
-        self.name = name
-        self._parse = parse
+    def __init__(self, kind: Kind) -> None:
+        self.name = kind.name
+        self._parse = kind.parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         name = (param and param.name) or "value"
@@ -46,7 +52,7 @@ def _parse_past(typed: str, argument: str) -> datetime:
     return parse_past(typed, now, argument)
 
 
-def parse_range(typed: str, argument: str) -> tuple[datetime | None, datetime | None]:
+def _parse_range(typed: str, argument: str) -> tuple[datetime | None, datetime | None]:
     """Return a range of instants, each of which may be left out."""
     since, dots, until = typed.partition("..")
     if not dots or not (since or until):
@@ -59,9 +65,8 @@ def parse_range(typed: str, argument: str) -> tuple[datetime | None, datetime | 
     )
 
 
-DURATION = Parsed("duration", parse_duration)
-PAST = Parsed("time", _parse_past)
-RANGE = Parsed("A..B", parse_range)
+PAST = Kind("time", parse=_parse_past)
+RANGE = Kind("A..B", parse=_parse_range)
 
 
 def flag_of(name: str) -> str:
@@ -75,14 +80,9 @@ def option_of(parameter: Parameter) -> click.Parameter:
         return click.Argument([name], required=parameter.is_required)
     if kind is FLAG:
         return click.Option([flag_of(name)], is_flag=True, help=parameter.help)
-    is_many = parameter.is_many or kind is PAIRS
-    return click.Option([flag_of(name)], type=_type_of(kind), multiple=is_many, help=parameter.help)
-
-
-def _type_of(kind: Kind) -> Any:
-    if "enum" in kind.schema:
-        return click.Choice(kind.schema["enum"], case_sensitive=False)
-    return Parsed(kind.name, kind.parse)
+    words, is_many = parameter.choices, parameter.is_many or kind is PAIRS
+    type_ = click.Choice(words, case_sensitive=False) if words else Typed(kind)
+    return click.Option([flag_of(name)], type=type_, multiple=is_many, help=parameter.help)
 
 
 def given_of(parameters: Iterable[Parameter], options: dict[str, Any]) -> dict[str, Any]:
@@ -95,12 +95,23 @@ def given_of(parameters: Iterable[Parameter], options: dict[str, Any]) -> dict[s
     }
 
 
+# -- commands -------------------------------------------------------------------------------------
+
+
 def perform(cli: Cli, operation: Operation, given: dict[str, Any]) -> None:
-    """Perform an operation, and print its result."""
+    """Perform an operation, and print what it has returned."""
     if BODY in operation.parameters:
         given["body"] = read_body(given.get("body"))
         cli.import_processors()  # the processor names the queue
-    answer_result(cli, operation, operation.call(cli.delays, **given))
+    result = operation.call(cli.delays, **given)
+    cli.answer(document_of(result), *_parts(result, operation.done, cli.runtime.clock.now()))
+    match result:
+        case []:
+            cli.note(_EMPTY[operation.name])
+        case RecurringSchedule(is_declared=True) if operation.done == "removed":
+            cli.note("Workers whose code declares it add it again. To stop it, pause it.")
+        case DelayedTask():
+            cli.note_broker_away()
 
 
 @cache
@@ -133,20 +144,58 @@ def read_body(typed: str | None) -> Any:
     """Return the body that a person typed: JSON, the name of a file, or - for stdin."""
     if typed is None:
         return None
-    where = "the body"
     try:
         if typed == "-":
-            typed, where = sys.stdin.read(), "stdin"
+            typed = sys.stdin.read()
         elif typed.startswith("@"):
-            typed, where = Path(typed[1:]).read_text(encoding="utf-8"), typed[1:]
+            typed = Path(typed[1:]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         name = typed[1:] or "stdin"
         raise click.BadParameter(f"cannot read {name}: {error}", param_hint="'BODY'") from None
-    return parse_body(typed, f"{where} is not JSON", "a string needs quotes, as in '\"text\"'")
+    return BODY.parse(typed)
 
 
-def parse_body(typed: str, what: str, remedy: str) -> Any:
-    try:
-        return json.loads(typed)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{what} ({error}); {remedy}", "body") from None
+# -- what they print ------------------------------------------------------------------------------
+
+
+#: What is said of an operation that lists nothing.
+_EMPTY = {"limit": "Nothing is paused, nothing is limited.", "log": "No operations yet."}
+
+
+def _parts(result: Any, done: str, now: datetime) -> list[Part]:
+    match result:
+        case [Policy(), *_]:
+            columns = (
+                "kind,name,paused=is_paused,until=paused_until,held,running,at once=concurrency,"
+                "each key=concurrency_per_key,rate=rate_text,since=update_time,actor=updated_by"
+            )
+            return [Table.of(columns, result, folded="name,actor", extra="since")]
+        case [LogEntry(), *_]:
+            columns = (
+                "id,started=started_at,actor,action,filter,state,seen=seen_at,matched,changed,"
+                "refused"
+            )
+            made: Made = {
+                "id": lambda entry: str(entry.id),
+                "filter": _filter_of,
+                "state": lambda entry: coloured(entry.state),
+            }
+            return [Table.of(columns, result, made, folded="actor,filter", extra="seen")]
+        case Policy():
+            is_known = result.is_paused or result.has_limits
+            table = _parts([result], done, now) if is_known else []
+            return [f"{done} {result.kind} {cell(result.name)}", *table]
+        case RecurringSchedule():
+            at = None if done == "removed" else result.next_at
+            following = "" if at is None else f"; next occurrence {show_instant(at)}"
+            name, tag = cell(result.name), cell(result.tag)
+            return [f"{done} recurring schedule {name} ({tag}){following}"]
+        case DelayedTask():
+            return [sentence(result, done, now)]
+    return []
+
+
+def _filter_of(entry: LogEntry) -> Cell:
+    """Return the filter, with the first of its ids. The JSON document has all of them."""
+    ids = {"ids": some_values(entry.filter["ids"])} if "ids" in entry.filter else {}
+    return {**entry.filter, **ids}

@@ -1,26 +1,26 @@
 """How commands print: tables, documents, times, and texts that a terminal must not interpret.
 
 A command answers with one JSON document or with parts: lines, coloured lines and tables. Untrusted
-text passes through `cell`, which escapes control characters.
+text passes through `cell`, which escapes control characters. `Table.of` makes a table of the same
+objects as the document.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 import click
 
-from delaytasks.model.errors import ConfigError, DelayTaskError, InvalidInputError
-from delaytasks.model.moves import Status
+from delaytasks.model.errors import ConfigError, InvalidInputError
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import one_line
-from delaytasks.operate.texts import last_line, show_from_now, show_instant
+from delaytasks.operate.texts import last_line, show_from_now, show_instant, show_measured
 
 #: Printed in a cell without a value, so that a script can count the columns of a piped table.
 NOTHING = "-"
@@ -29,17 +29,21 @@ LONGEST, LONGEST_CELL = 10_000, 200
 BAD, GOOD, NOTED = "red", "green", "yellow"
 #: A value, or (value, colour).
 Cell = object
+#: Functions that make the cells of columns, by the names of these.
+Made = Mapping[str, Callable[[Any], Cell]]
 #: Spaces between two columns, and before a text on a line of its own below its row.
 GAP, INDENT = 2, 4
 #: The least width of a column whose cells may take several lines.
 LEAST_FOLDED = 12
 _PIPE_WIDTH = 1_000_000
-_STATUS_COLOURS = {
+#: The colours of the statuses of tasks, and of the states of operations on many tasks.
+_COLOURS = {
     "DONE": GOOD,
     "FAILED": BAD,
     "RUNNING": "cyan",
     "CANCELLED": "bright_black",
     "HELD": NOTED,
+    "STOPPED": NOTED,
 }
 
 
@@ -71,9 +75,37 @@ class Table(NamedTuple):
     below: str = ""
     has_headings: bool = True
 
+    @classmethod
+    def of(
+        cls, columns: str, found: Iterable[Any], made: Made | None = None, **looks: Any
+    ) -> Table:
+        """Return a table of objects or of JSON documents.
+
+        Parameters
+        ----------
+        columns
+            The fields, separated by commas. A field may have another heading, as in `by=late_s`.
+            Numbers in fields whose names end in `_s` are seconds.
+        made
+            Makes the cells of columns that are no fields from an object.
+        """
+        made, pairs = made or {}, [each.partition("=")[::2] for each in columns.split(",")]
+        cells = [made.get(name) or partial(_field, field or name) for name, field in pairs]
+        rows = [[cell_of(each) for cell_of in cells] for each in found]
+        return cls(",".join(name for name, _ in pairs), rows, **looks)
+
 
 #: A line, (a line, its colour), or a table.
 Part = str | tuple[str, str] | Table
+
+
+def _field(name: str, found: Any) -> Cell:
+    value = found[name] if isinstance(found, Mapping) else getattr(found, name)
+    if isinstance(value, bool):
+        return "yes" if value else None
+    if name.endswith("_s") and value is not None:
+        return show_measured(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def fields(pairs: Sequence[tuple[str, Cell]]) -> Table:
@@ -81,14 +113,12 @@ def fields(pairs: Sequence[tuple[str, Cell]]) -> Table:
     return Table("name,value", pairs, folded="value", has_headings=False)
 
 
-def text_of(parts: Sequence[Part], is_terminal: bool | None = None) -> str:
-    """Return the text of the parts. By default it is for stdout."""
-    if is_terminal is None:
-        is_terminal = sys.stdout.isatty()
+def text_of(parts: Sequence[Part]) -> str:
+    """Return the text of the parts, for stdout."""
     lines: list[str] = []
     for part in parts:
         if isinstance(part, Table):
-            lines += _lines(part, is_terminal) if part.rows else []
+            lines += _lines(part, sys.stdout.isatty()) if part.rows else []
         else:
             # click.style would end even a plain line with a reset.
             lines.append(
@@ -105,49 +135,44 @@ def _lines(table: Table, is_terminal: bool) -> list[str]:
     from rich.text import Text
 
     names, folded = table.columns.split(","), table.folded.split(",")
-    longest = [LONGEST if name in folded else LONGEST_CELL for name in names]
-    rows = [
-        [Text(*_shown(value, most)) for value, most in zip(row, longest, strict=True)]
-        for row in table.rows
-    ]
+    columns = dict(zip(names, zip(*table.rows, strict=True), strict=True))
+    texts = {
+        name: [
+            Text(*_shown(value, LONGEST if name in folded else LONGEST_CELL)) for value in values
+        ]
+        for name, values in columns.items()
+    }
     widths = {
-        name: max(len(name) * table.has_headings, *(row[n].cell_len for row in rows))
-        for n, name in enumerate(names)
-        if not (is_terminal and all(row[n].plain == NOTHING for row in rows))
+        name: max(len(name) * table.has_headings, *(each.cell_len for each in column))
+        for name, column in texts.items()
+        if not (is_terminal and all(each.plain == NOTHING for each in column))
     }
     width = Console().width if is_terminal else _PIPE_WIDTH
     if is_terminal:
         widths.pop(table.below, None)
         _fit(widths, folded, table.extra.split(","), width)
-    is_right = [
-        all(isinstance(row[n], int | None) for row in table.rows) for n in range(len(names))
-    ]
+    sides: dict[str, Any] = {
+        name: "right" if all(isinstance(value, int | None) for value in values) else "left"
+        for name, values in columns.items()
+    }
     console = Console(
-        file=io.StringIO(),
-        force_terminal=is_terminal,
-        width=width,
-        highlight=False,
-        legacy_windows=False,
+        force_terminal=is_terminal, width=width, highlight=False, legacy_windows=False
     )
-    kept = [n for n, name in enumerate(names) if name in widths]
 
-    def grid(row: Sequence[Text]) -> Grid:
-        found = Grid.grid(padding=(0, GAP, 0, 0))
-        for n in kept:
-            justify: Any = "right" if is_right[n] else "left"
-            found.add_column(width=widths[names[n]], justify=justify, overflow="fold")
-        found.add_row(*(row[n] for n in kept))
-        return found
+    def line(cells: Iterable[Text]) -> Grid:
+        grid = Grid.grid(padding=(0, GAP, 0, 0))
+        for name, column_width in widths.items():
+            grid.add_column(width=column_width, justify=sides[name], overflow="fold")
+        grid.add_row(*cells)
+        return grid
 
     with console.capture() as captured:
         if table.has_headings:
-            console.print(grid([Text(name, "bold") for name in names]))
-        for row in rows:
-            console.print(grid(row))
-            if is_terminal and table.below:
-                text = row[names.index(table.below)]
-                if text.plain != NOTHING:
-                    console.print(Padding(text, (0, 0, 0, INDENT)))
+            console.print(line(Text(name, "bold") for name in widths))
+        for n in range(len(table.rows)):
+            console.print(line(texts[name][n] for name in widths))
+            if is_terminal and table.below and texts[table.below][n].plain != NOTHING:
+                console.print(Padding(texts[table.below][n], (0, 0, 0, INDENT)))
     return re.sub(r" +$", "", captured.get(), flags=re.MULTILINE).splitlines()
 
 
@@ -175,11 +200,18 @@ def _shown(value: Cell, longest: int) -> tuple[str, str]:
 
 def cell(value: object, longest: int = LONGEST_CELL) -> str:
     """Return any value as one line without control characters."""
-    if value is None or value == "":
-        return NOTHING
-    if isinstance(value, datetime):
-        return show_instant(value)
-    return f"{value:,}" if isinstance(value, int) else one_line(str(value), longest)
+    match value:
+        case None | "":
+            return NOTHING
+        case datetime():
+            return show_instant(value)
+        case int():
+            return f"{value:,}"
+        case list():
+            value = ", ".join(map(str, value))
+        case dict():
+            value = json.dumps(value, ensure_ascii=False)
+    return one_line(str(value), longest)
 
 
 def plain(value: Any) -> Any:
@@ -195,10 +227,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: plain(each) for name, each in value.items()}
     return [plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def print_json(document: Any) -> None:
-    click.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
 def reason(error: str | None) -> str:
@@ -217,8 +245,8 @@ def sentence(task: DelayedTask, done: str, now: datetime) -> str:
     return f"{done} task {task.id} ({tag}): due {show_instant(due)}, {show_from_now(due, now)}"
 
 
-def coloured(status: Status) -> tuple[str, str]:
-    return status.name, _STATUS_COLOURS.get(status.name, "")
+def coloured(status: str) -> tuple[str, str]:
+    return status, _COLOURS.get(status.upper(), "")
 
 
 # -- Errors ---------------------------------------------------------------------------------------
@@ -244,25 +272,17 @@ class Failure(click.ClickException):
     exit_code: int  # type: ignore[misc]
 
     def __init__(
-        self,
-        error: DelayTaskError | click.UsageError,
-        is_json: bool,
-        details: str = "",
-        rewrite: Callable[[str], str] = str,
+        self, error: Exception, is_json: bool, rewrite: Callable[[str], str] = str
     ) -> None:
-        is_usage = isinstance(error, click.UsageError)
         text = error.format_message() if isinstance(error, click.UsageError) else str(error)
         super().__init__(rewrite(text))
-        is_callers = is_usage or isinstance(error, (InvalidInputError, ConfigError))
+        is_callers = isinstance(error, (click.UsageError, InvalidInputError, ConfigError))
         self.exit_code = 2 if is_callers else 1
         self._kind = kind_of(error)
         self._is_json = is_json
-        self._details = details
 
     def show(self, file: Any = None) -> None:
         if self._is_json:
             click.echo(json.dumps({"error": self.message, **self._kind}), err=True)
-            return
-        if self._details:
-            click.echo(self._details.rstrip(), err=True)
-        click.secho(f"Error: {one_line(self.message, LONGEST)}", fg=BAD, err=True)
+        else:
+            click.secho(f"Error: {one_line(self.message, LONGEST)}", fg=BAD, err=True)

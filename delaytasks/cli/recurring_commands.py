@@ -13,7 +13,7 @@ import click
 from delaytasks.broker.arming import SWEEP
 from delaytasks.cli.context import Cli, Command, Group, pass_cli
 from delaytasks.cli.options import command_of
-from delaytasks.cli.output import NOTED, Cell, Table
+from delaytasks.cli.output import NOTED, Cell, Made, Table
 from delaytasks.model.errors import ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.model.inputs import PAGE_MAX
 from delaytasks.model.text import count
@@ -60,8 +60,14 @@ def list_(cli: Cli, name: str | None, occurrences: int | None) -> None:
     if occurrences is not None:
         _answer_occurrences(cli, found[0], occurrences, now)
         return
-    columns = "name,tag,timing,zone,next occurrence,tasks until,last task,declared"
-    table = Table(columns, [_row(schedule, now) for schedule in found], folded="name,tag")
+    columns = (
+        "name,tag,timing,tz,next occurrence,tasks until=last_at,last task,declared=is_declared"
+    )
+    made: Made = {
+        "next occurrence": lambda each: _next(each, now),
+        "last task": lambda each: each.last_task_id and str(each.last_task_id),
+    }
+    table = Table.of(columns, found, made, folded="name,tag")
     cli.answer([schedule.as_json() for schedule in found], table)
     if not found:
         cli.note("No recurring schedules.")
@@ -71,30 +77,18 @@ def list_(cli: Cli, name: str | None, occurrences: int | None) -> None:
 
 def _answer_occurrences(cli: Cli, schedule: RecurringSchedule, most: int, now: datetime) -> None:
     zone, found = zone_of(schedule.tz), schedule.next(most, now)
-    local = [at.astimezone(zone).strftime("%a %Y-%m-%d %H:%M:%S %Z") for at in found]
-    shown = [show_instant(at) for at in found]
-    lines = [f"{at}  {here}" for at, here in zip(shown, local, strict=True)]
-    cli.answer(shown, *(lines or ["No further occurrence."]))
+    lines = [f"{show_instant(at)}  {at.astimezone(zone):%a %Y-%m-%d %H:%M:%S %Z}" for at in found]
+    cli.answer([*map(show_instant, found)], *(lines or ["No further occurrence."]))
 
 
-def _row(schedule: RecurringSchedule, now: datetime) -> list[Cell]:
-    next_at: Cell = schedule.next_at
+def _next(schedule: RecurringSchedule, now: datetime) -> Cell:
     if schedule.is_paused:
-        next_at = ("paused", NOTED)
-    elif schedule.next_at is None or schedule.next_at > now:  # else no task was made in time
+        return "paused", NOTED
+    if schedule.next_at is None or schedule.next_at > now:  # else no task was made in time
         with suppress(InvalidInputError):  # another program has written the row
             # The next occurrence may have its task already.
-            next_at = next(iter(schedule.next(1, now)), "ended")
-    return [
-        schedule.name,
-        schedule.tag,
-        schedule.timing,
-        schedule.tz,
-        next_at,
-        schedule.last_at,
-        None if schedule.last_task_id is None else str(schedule.last_task_id),
-        "yes" if schedule.is_declared else None,
-    ]
+            return next(iter(schedule.next(1, now)), "ended")
+    return schedule.next_at
 
 
 for _operation in OPERATIONS:
@@ -120,54 +114,31 @@ class CeleryEntry(NamedTuple):
     problem: str = ""
 
 
-class Imported(NamedTuple):
-    """The result for one entry, or with a dry run the expected one."""
-
-    name: str
-    task: str
-    #: "added", "changed", "unchanged", or "refused" with a problem.
-    result: str
-    timing: str = ""
-    problem: str = ""
-
-
-def import_entries(
-    entries: Iterator[CeleryEntry], runtime: Runtime, is_dry_run: bool
-) -> Iterator[Imported]:
-    """Store the entries one by one, and yield the result for each.
+def import_entry(entry: CeleryEntry, runtime: Runtime, is_dry_run: bool) -> dict[str, str]:
+    """Store an entry, and return the result, or with a dry run the expected one.
 
     An import that was interrupted can be repeated. It leaves schedules that are stored as they
     are.
     """
-    for entry in entries:
-        if entry.task == SWEEP:
-            continue  # it makes beat sweep, and a copy of it is in each beat's store
-        try:
-            if entry.problem:
-                raise ConfigError(entry.problem)
-            new = _definition(entry).checked(runtime)
-            known = runtime.recurring_table.find(new.name)
-            if not is_dry_run:
-                put(runtime, new, is_paused=not entry.is_enabled)
-        except (DelayTaskError, TypeError, ValueError) as error:
-            yield Imported(entry.name, entry.task, "refused", problem=str(error))
-        else:
-            changed = "changed" if known and known.changes_to(new) else "unchanged"
-            result = changed if known else "added"
-            yield Imported(entry.name, entry.task, result, new.timing)
-
-
-def _definition(entry: CeleryEntry) -> Definition:
-    call = {
-        "args": list(entry.args or ()),
-        "kwargs": dict(entry.kwargs or {}),
-        "options": dict(entry.options),
-    }
-    tag, body = celery_call(entry.task, call)
-    # Beat's schedules may also be numbers of seconds and timedeltas.
-    is_interval = isinstance(entry.schedule, (int, float, timedelta))
-    cron, every = (None, entry.schedule) if is_interval else (entry.schedule, None)
-    return Definition(entry.name, tag, body, cron, {"every": every, "start": entry.start})
+    done = {"name": entry.name, "task": entry.task, "timing": "", "problem": ""}
+    try:
+        if entry.problem:
+            raise ConfigError(entry.problem)
+        args, kwargs = list(entry.args or ()), dict(entry.kwargs or {})
+        call = {"args": args, "kwargs": kwargs, "options": dict(entry.options)}
+        tag, body = celery_call(entry.task, call)
+        # Beat's schedules may also be numbers of seconds and timedeltas.
+        is_interval = isinstance(entry.schedule, (int, float, timedelta))
+        cron, every = (None, entry.schedule) if is_interval else (entry.schedule, None)
+        made = Definition(entry.name, tag, body, cron, {"every": every, "start": entry.start})
+        new = made.checked(runtime)
+        known = runtime.recurring_table.find(new.name)
+        if not is_dry_run:
+            put(runtime, new, is_paused=not entry.is_enabled)
+    except (DelayTaskError, TypeError, ValueError) as error:
+        return {**done, "result": "refused", "problem": str(error)}
+    changed = "changed" if known and known.changes_to(new) else "unchanged"
+    return {**done, "result": changed if known else "added", "timing": new.timing}
 
 
 def _beat(celery_app: Any) -> Iterator[CeleryEntry]:
@@ -251,11 +222,13 @@ def import_(cli: Cli, source: str, dry_run: bool) -> None:
     delaytasks import redbeat
     """
     cli.import_processors()
-    found = [*import_entries(SOURCES[source](cli.app), runtime_of(cli.delays), dry_run)]
-    rows = [(each.name, each.task, each.timing, each.result, each.problem) for each in found]
-    table = Table("name,Celery task,timing,result,problem", rows, folded="name,problem")
-    cli.answer([entry._asdict() for entry in found], table)
-    refused = sum(entry.result == "refused" for entry in found)
+    runtime = runtime_of(cli.delays)
+    entries = [entry for entry in SOURCES[source](cli.app) if entry.task != SWEEP]
+    # A copy of the entry that makes beat sweep is in each beat's store.
+    found = [import_entry(entry, runtime, dry_run) for entry in entries]
+    columns = "name,Celery task=task,timing,result,problem"
+    cli.answer(found, Table.of(columns, found, folded="name,problem"))
+    refused = sum(entry["result"] == "refused" for entry in found)
     stored = len(found) - refused
     done = "would be stored" if dry_run else "are stored"
     cli.note(f"{count(stored, 'schedule')} {done}, and {refused} refused.")

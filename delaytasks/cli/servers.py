@@ -8,19 +8,19 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from delaytasks.cli.context import Cli, Command, check_belongs, pass_cli
-from delaytasks.cli.options import Parsed
+from delaytasks.cli.context import Cli, Command, check_belongs, pass_cli, signals_to
+from delaytasks.cli.options import Typed
 from delaytasks.cli.output import Table
 from delaytasks.http_api.api_keys import API_KEYS, ApiKeyFile
 from delaytasks.model.errors import ConfigError, InvalidInputError
 from delaytasks.model.text import needs_extra
 from delaytasks.operate.monitoring import NAMES, read_file
+from delaytasks.operate.operations import Kind
 from delaytasks.settings import Address
 
 if TYPE_CHECKING:
@@ -42,29 +42,24 @@ class Place(NamedTuple):
     address: Address
     path: str = ""
 
-    @classmethod
-    def read(cls, text: str) -> Place | None:
-        """Read `[HOST:]PORT[/PATH]`, or return None."""
-        start, slash, path = text.partition("/")
-        address = Address.read(start)
-        return address and cls(address, f"{slash}{path}".rstrip("/"))
-
     def url(self, port: int) -> str:
         return f"http://{self.address._replace(port=port)}{self.path}/"
 
 
 def _place(text: str, option: str) -> Place:
-    found = Place.read(text)
-    if found is None:
+    """Read `[HOST:]PORT[/PATH]`."""
+    start, slash, path = text.partition("/")
+    address = Address.read(start)
+    if address is None:
         rule = "write it as 8080, 0.0.0.0:8080, [::1]:8080 or 8080/delays"
         raise InvalidInputError(f"{text!r:.60} is no address; {rule}", option)
-    return found
+    return Place(address, f"{slash}{path}".rstrip("/"))
 
 
 def _served(option: str, port: int, about: str) -> Callable[[Callable[..., Any]], Any]:
     return click.option(
         option,
-        type=Parsed("[HOST:]PORT[/PATH]", _place),
+        type=Typed(Kind("[HOST:]PORT[/PATH]", parse=_place)),
         is_flag=False,
         flag_value=f"127.0.0.1:{port}",
         help=f"Serve {about}, without a value at 127.0.0.1:{port}.",
@@ -99,50 +94,42 @@ def serve(cli: Cli, trusted_proxy: str | None, printed: str | None, **options: A
     the console, and keys of the API.
     """
     if printed is not None:
-        click.echo(read_file(printed), nl=False)
+        click.echo(read_file(printed), cli.stdout, nl=False)
         return
-    places = {name: options.pop(name) for name in _MAKERS if options[name] is not None}
-    if not places:
+    console, api, metrics = (options[name] for name in ("console", "api", "metrics"))
+    if not (console or api or metrics):
         raise click.UsageError("say what to serve: --console, --api or --metrics")
-    asked = {f"--{name}": name in places for name in _MAKERS}
-    check_belongs({"--console": "proxy_header proxy", "--api": "keys"}, asked, options)
+    belong_to = {"--console": "proxy_header proxy", "--api": "keys"}
+    check_belongs(belong_to, {"--console": console, "--api": api}, options)
     if options["proxy_header"] is not None and trusted_proxy is not None:
         # --proxy is compared with the address that --trusted-proxy replaces by the browser's.
         raise ConfigError("--proxy-header and --trusted-proxy cannot be combined")
     try:
         cli.import_processors()
     except Exception:
-        if places.keys() != {"metrics"}:
+        if console or api:
             raise
         logger.exception("the forecast does not know the processors; all other metrics are served")
-    apps = {name: (_MAKERS[name](cli, **options), place) for name, place in places.items()}
+    apps: dict[str, tuple[Any, Place]] = {}
+    # These modules name their extras themselves.
+    if console:
+        from delaytasks.console.application import standalone
+
+        header, proxies = options["proxy_header"], options["proxy"] or ("127.0.0.1", "::1")
+        apps["console"] = standalone(cli.delays, click.echo, header, proxies), console
+    if api:
+        from delaytasks.http_api.routes import make_api
+
+        apps["api"] = make_api(cli.delays, _key_file(cli, options["keys"])), api
+    if metrics:
+        from delaytasks.operate.metrics import exporter_app
+
+        apps["metrics"] = exporter_app(cli.delays), metrics
 
     def announce(urls: dict[str, str]) -> None:
         cli.answer(urls, *(f"{name} at {url} ready." for name, url in urls.items()))
 
     serve_apps(apps, trusted_proxy, announce)
-
-
-def _console(cli: Cli, proxy_header: str | None, proxy: tuple[str, ...], **_: Any) -> Any:
-    with needs_extra("console"):
-        from delaytasks.console import application
-    say = partial(click.echo, err=cli.is_json)
-    return application.standalone(cli.delays, say, proxy_header, proxy or ("127.0.0.1", "::1"))
-
-
-def _api(cli: Cli, keys: Path | None, **_: Any) -> Any:
-    with needs_extra("api"):
-        from delaytasks.http_api.routes import make_api
-    return make_api(cli.delays, _key_file(cli, keys))
-
-
-def _metrics(cli: Cli, **_: Any) -> Any:
-    from delaytasks.operate.metrics import exporter_app  # names its extra itself
-
-    return exporter_app(cli.delays)
-
-
-_MAKERS: dict[str, Callable[..., Any]] = {"console": _console, "api": _api, "metrics": _metrics}
 
 
 # -- Serve the applications by themselves, with waitress -------------------------------------------
@@ -212,15 +199,14 @@ def serve_apps(
         name: make_server(app, place, trusted_proxy, sockets) for name, (app, place) in apps.items()
     }
     # The first process of a container ignores TERM unless it has a handler.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    announce({name: apps[name][1].url(_port(server)) for name, server in servers.items()})
-    try:
-        next(iter(servers.values())).run()  # ends after the requests that have begun
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        for server in servers.values():
-            server.task_dispatcher.shutdown()
-            server.close()
+    with signals_to(lambda *_: sys.exit(), signal.SIGTERM):
+        announce({name: apps[name][1].url(_port(server)) for name, server in servers.items()})
+        try:
+            next(iter(servers.values())).run()  # ends after the requests that have begun
+        finally:
+            for server in servers.values():
+                server.task_dispatcher.shutdown()
+                server.close()
 
 
 def _port(server: Any) -> int:
@@ -271,11 +257,20 @@ def access(
     belong_to = {"access console": "role password", "access api": "scope keys"}
     asked = {"access console": not is_api, "access api": is_api}
     check_belongs(belong_to, asked, {**options, "keys": keys})
-    file = _key_file(cli, keys) if is_api else _user_file(cli)
+    file: UserFile | ApiKeyFile
+    if is_api:
+        file, right = _key_file(cli, keys), "scopes"
+    else:
+        from delaytasks.console import application
+
+        file, right = application.users_of(cli.delays), "role"
     if name is None:
         if remove or any(options.values()):
             raise click.UsageError("Missing argument 'NAME'.")
-        _list(cli, file)
+        found = [{"name": each, right: entry[right]} for each, entry in file.entries.items()]
+        cli.answer(found, Table.of(f"name,rights={right}", found))
+        if not found:
+            cli.note(f"Nobody has access yet: {file.path} has no name.")
     elif remove:
         if not file.remove(name):
             raise ConfigError(f"{file.path} has no name {name!r:.40}")
@@ -285,18 +280,6 @@ def access(
         cli.answer({"name": name, "key": key, "entry": entry}, key)
     else:
         _set_user(cli, file, name, options["role"], options["password"])
-
-
-def _list(cli: Cli, file: UserFile | ApiKeyFile) -> None:
-    found: list[dict[str, Any]]
-    if isinstance(file, ApiKeyFile):
-        found = [{"name": n, "scopes": [*e["scopes"]]} for n, e in file.entries.items()]
-    else:
-        found = [{"name": name, "role": user["role"]} for name, user in file.users().items()]
-    rows = [[each["name"], each.get("role") or " ".join(each["scopes"])] for each in found]
-    cli.answer(found, Table("name,rights", rows))
-    if not found:
-        cli.note(f"Nobody has access yet: {file.path} has no name.")
 
 
 def _set_user(cli: Cli, users: UserFile, name: str, role: str | None, password: str | None) -> None:
@@ -309,12 +292,6 @@ def _set_user(cli: Cli, users: UserFile, name: str, role: str | None, password: 
     users.set(name, password, kept)
     stored = {"name": name, "role": kept.label}
     cli.answer(stored, f"stored the user {name} with the role {kept.label}")
-
-
-def _user_file(cli: Cli) -> UserFile:
-    with needs_extra("console"):
-        from delaytasks.console import application
-    return application.users_of(cli.delays)
 
 
 def _key_file(cli: Cli, path: Path | None) -> ApiKeyFile:

@@ -1,19 +1,27 @@
-"""`delaytasks status`: the state of a deployment, live, as an exit code, or in the days ahead."""
+"""`delaytasks db upgrade`, `check` and `status`: the tables, the settings, and whether tasks run.
+
+`status` shows the state of a deployment, live, as an exit code, or in the days ahead.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from operator import itemgetter
+from pathlib import Path
 from typing import Any, cast
 
 import click
 
-from delaytasks.cli.context import Cli, Command, check_belongs, pass_cli
-from delaytasks.cli.options import DURATION
+from delaytasks.attachment import file_broker_url
+from delaytasks.cli.context import Cli, Command, Group, check_belongs, pass_cli
+from delaytasks.cli.options import Typed
 from delaytasks.cli.output import (
     BAD,
     GOOD,
@@ -21,6 +29,7 @@ from delaytasks.cli.output import (
     NOTED,
     NOTHING,
     Cell,
+    Made,
     Part,
     Table,
     cell,
@@ -29,16 +38,195 @@ from delaytasks.cli.output import (
     plain,
     text_of,
 )
-from delaytasks.cli.setup import broker_url
 from delaytasks.client import DelayTasks
 from delaytasks.db import migrations
+from delaytasks.db.engines import lacks_sqlite_file
+from delaytasks.model.errors import ConfigError, StoreError
 from delaytasks.model.inputs import ALL_QUEUES, show_duration
-from delaytasks.model.moves import Status
 from delaytasks.model.text import count, mask_url, one_line
 from delaytasks.operate.health import HealthChecks, verdict_of
-from delaytasks.operate.state import DeploymentState, ask_broker, read_state, snapshot
-from delaytasks.operate.texts import show_instant, show_measured, show_offset
+from delaytasks.operate.operations import DURATION
+from delaytasks.operate.state import DeploymentState, ask_broker, read_state, read_tables, snapshot
+from delaytasks.operate.texts import show_instant, show_offset
 from delaytasks.runtime import runtime_of
+
+# -- `db upgrade` ---------------------------------------------------------------------------------
+
+
+OTHER_DATABASE = (
+    "This is the default database of this folder. For the database of your own app: "
+    "delaytasks -A APP db upgrade (Flask: flask --app APP delays db upgrade; Django: python "
+    "manage.py migrate), or set DELAYTASKS_DATABASE_URL."
+)
+
+
+@click.group(cls=Group)
+def db() -> None:
+    """Make and change the tables.
+
+    \b
+    delaytasks db upgrade
+    """
+
+
+@db.command()
+@click.option(
+    "--to", metavar="REVISION", default="head", help="Another revision; base is before the first."
+)
+@click.option("--check", is_flag=True, help="Change nothing; exit 1 if the tables need this.")
+@click.option("--yes", is_flag=True, help="Go back without a question.")
+@pass_cli
+def upgrade(cli: Cli, to: str, check: bool, yes: bool) -> None:
+    """Make the tables, or bring them to this version.
+
+    \b
+    delaytasks db upgrade
+    delaytasks db upgrade --check
+    delaytasks db upgrade --to base --yes
+
+    Rows stay, unless --to goes back to a revision whose tables have no place for them.
+    """
+    database, database_url = cli.store.database, cli.store.database.shown_url
+    if check:
+        sys.exit(0 if _answer_current(cli) else 1)
+    # The user may have meant the database of another app.
+    is_default = cli.app_origin == "default" and not cli.delays.settings.database_url
+    is_doubtful = is_default and (lacks_sqlite_file(database.url) or Path("manage.py").exists())
+    current = migrations.current(*cli.tables)
+    is_back = to == "base" or to.startswith("-") or (current is not None and to < current)
+    if is_back:
+        question = f"Bring {database_url} back to {to}? Tables may be dropped"
+        cli.confirm(yes, question, "Going back may drop columns and tables; use --yes.")
+        migrations.downgrade(*cli.tables, to)
+    else:
+        migrations.upgrade(*cli.tables, to)
+    _answer_current(cli, f"{'downgraded' if is_back else 'upgraded'} {database_url}")
+    if is_doubtful:
+        cli.note(OTHER_DATABASE)
+
+
+def _answer_current(cli: Cli, *done: str) -> bool:
+    """Print the revision; return whether it is this version's."""
+    head, revision = migrations.head(), migrations.current(*cli.tables)
+    document = {"database": cli.store.database.shown_url, "revision": revision, "head": head}
+    is_current = revision == head
+    cli.answer({**document, "is_current": is_current}, *done, _revision(cli, revision, head))
+    return is_current
+
+
+def _revision(cli: Cli, revision: str | None, head: str) -> str:
+    state = f"this version has {head}; run: {cli.command} db upgrade"
+    return f"revision {revision or 'none yet'}, {'as this version' if revision == head else state}"
+
+
+# -- `check`: would the waiting tasks run with this code, and the effective settings --------------
+
+
+_BROKER_VARIABLES = ("CELERY_BROKER_WRITE_URL", "CELERY_BROKER_URL")
+_EXIT_CODES_OF_CHECK = (
+    "Exit codes: 0 all would run; 1 some would not, or the database is unavailable; "
+    "2 wrong usage or settings."
+)
+
+
+@click.command(cls=Command, epilog=_EXIT_CODES_OF_CHECK)
+@click.option("--settings", is_flag=True, help="Print the settings and the origin of each instead.")
+@pass_cli
+def check(cli: Cli, settings: bool) -> None:
+    """Check before a deployment that the waiting tasks would run with this code.
+
+    \b
+    delaytasks check
+    delaytasks check --settings
+
+    Lists the tasks whose tag has no processor, and those whose body the processor's schema refuses.
+    A wrong setting ends the command with exit code 2. Warnings (late tasks that no worker takes, a
+    database that can lose tasks) do not change the exit code.
+
+    Passwords are masked. Celery's configuration is overridden by the environment, and both by the
+    arguments of DelayTasks(...).
+    """
+    if settings:
+        _answer_settings(cli)
+        return
+    cli.import_processors()
+    cli.runtime.checks.check_settings()
+    found = cli.delays.check()
+    warnings = [*map(cli.rewrite, warnings_of(cli.delays))]
+    tasks = count(sum(finding.tasks for finding in found), "task")
+    verdict = f"{tasks} would not run well with this code"
+    columns = "tag,queue=queues,tasks,first due=first_due,problem,for example=ids"
+    cli.answer(
+        {"findings": [finding.as_json() for finding in found], "warnings": warnings},
+        Table.of(columns, found, folded="tag,queue,problem"),
+        verdict if found else "every waiting task has a processor that accepts its body",
+        *((f"warning: {cell(warning, 1000)}", NOTED) for warning in warnings),
+    )
+    if found:
+        sys.exit(1)
+
+
+def warnings_of(delays: DelayTasks) -> list[str]:
+    """Return the problems that do not prevent a deployment."""
+    from delaytasks.callbacks.sending import tls_context
+
+    warnings, runtime = [], runtime_of(delays)
+    try:
+        found = read_tables(runtime.store, delays.settings)
+    except StoreError as error:
+        # The role may read tasks, but not the tables of workers and policies.
+        warnings.append(f"late tasks and the replication are unknown: {error}")
+    else:
+        warnings += [
+            f"{count(group.tasks, 'late task')} of the tag {group.tag} in the queue {group.queue}: "
+            f"{group.reason.text}"
+            for group in found.late
+            if not group.is_expected
+        ]
+        if found.problem is not None:
+            warnings.append(f"{runtime.store.database.shown_url}: {found.problem}")
+    try:
+        tls_context()
+    except ConfigError as error:  # a deployment without callbacks may do without
+        warnings.append(str(error))
+    return warnings
+
+
+def _answer_settings(cli: Cli) -> None:
+    settings = cli.delays.settings
+    places = {
+        "app": (cli.app.main or NOTHING, cli.app_origin),
+        "database": (cli.store.database.shown_url, settings.origin("database_url")),
+        "broker": (broker_url(cli.app), _broker_origin(cli)),
+    }
+    names = ("name", "value", "origin", "about")
+    rows = [dict(zip(names, row, strict=True)) for row in settings.effective()]
+    document: dict[str, Any] = {n: {"value": v, "origin": o} for n, (v, o) in places.items()}
+    columns = "setting=name,value,origin,meaning=about"
+    cli.answer(
+        {**document, "settings": rows},
+        fields([(name, f"{value} (from {origin})") for name, (value, origin) in places.items()]),
+        "",
+        Table.of(columns, rows, folded="value,meaning", extra="meaning"),
+    )
+
+
+def broker_url(app: Any) -> str:
+    """Return the broker's URL, or several, without passwords."""
+    # Celery's default URL is not in its configuration.
+    url = app.conf.broker_write_url or app.connection_for_write().as_uri()
+    return ";".join(mask_url(part) for part in re.split(r";(?=[a-z0-9+.-]+://)", str(url)))
+
+
+def _broker_origin(cli: Cli) -> str:
+    if any(os.environ.get(variable) for variable in _BROKER_VARIABLES):
+        return "environment"
+    defaults = (None, file_broker_url(cli.delays.settings.data_dir))
+    return "default" if cli.app.conf.broker_url in defaults else "celery configuration"
+
+
+# -- `status` -------------------------------------------------------------------------------------
+
 
 #: Seconds between two reads of `--watch`.
 EVERY_S = 2.0
@@ -46,12 +234,8 @@ EVERY_S = 2.0
 GROUPS_SHOWN = 20
 #: Hours in the table of `--ahead`: those that keep the processes busiest. The document has all.
 HOURS_SHOWN = 12
-#: A lateness from which a number is marked.
-MARKED_LATE_S = 1.0
 _LEVELS = {"good": GOOD, "note": "", "warning": NOTED, "bad": BAD}
 _EXIT_CODES = "Exit codes: 0 answered, or healthy; 1 no answer, or not healthy; 2 wrong usage."
-#: The options of each kind of answer, by the option that asks for it.
-_BELONG_TO = {"--probe": "live name max_overdue", "--ahead": "processes"}
 
 
 @click.command(cls=Command, epilog=_EXIT_CODES)
@@ -66,7 +250,9 @@ _BELONG_TO = {"--probe": "live name max_overdue", "--ahead": "processes"}
 @click.option("--live", is_flag=True, help="--probe: fail only if a restart would help.")
 @click.option("--name", help="--probe: the worker of this name. [all of this host]")
 @click.option("--max-overdue", type=click.IntRange(0), help="--probe: most overdue tasks. [any]")
-@click.option("--ahead", type=DURATION, help="Show what becomes due within this time, as 7d.")
+@click.option(
+    "--ahead", type=Typed(DURATION), help="Show what becomes due within this time, as 7d."
+)
 @click.option("--processes", type=int, help="--ahead: instead of those of the live workers.")
 @pass_cli
 def status(
@@ -101,7 +287,8 @@ def status(
     asked = {"--watch": watch, "--probe": probe, "--ahead": ahead}
     if sum(map(bool, asked.values())) > 1:
         raise click.UsageError("--watch, --probe and --ahead exclude each other")
-    check_belongs(_BELONG_TO, asked, {"processes": processes, **limits})
+    belong_to = {"--probe": "live name max_overdue", "--ahead": "processes"}
+    check_belongs(belong_to, asked, {"processes": processes, **limits})
     if probe is not None:
         _probe(cli, probe, **limits)
     elif ahead is not None:
@@ -110,7 +297,7 @@ def status(
         _watch(cli)
     else:
         found = gather(cli)
-        cli.answer(found, *_parts(cli, found))
+        cli.answer(found, "" if cli.is_json else _text(cli, found))
 
 
 def _watch(cli: Cli) -> None:
@@ -122,7 +309,7 @@ def _watch(cli: Cli) -> None:
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                lines = text_of(_parts(cli, gather(cli))).splitlines()
+                lines = _text(cli, gather(cli)).splitlines()
                 more = len(lines) - console.height
                 if more > 0:
                     lines = [*lines[: console.height - 1], f"and {count(more + 1, 'line')} more"]
@@ -215,20 +402,17 @@ def _timer(cli: Cli, state: DeploymentState) -> dict[str, Any]:
 # -- The text of the document ---------------------------------------------------------------------
 
 
-def _parts(cli: Cli, found: dict[str, Any]) -> list[Part]:
+def _text(cli: Cli, found: dict[str, Any]) -> str:
     """Return the text, with an empty line between its sections."""
-    live, verdict = found["live"], found["verdict"]
+    live, verdict, estimated = found["live"], found["verdict"], found["estimated"]
     counts = [
-        [coloured(Status[name]), number, "estimated" if name in found["estimated"] else NOTHING]
+        [coloured(name), number, "estimated" if name in estimated else None]
         for name, number in found["counts"].items()
     ]
     problems = [
         (f"- {cell(each['text'], 1000)}", _LEVELS[each["level"]]) for each in verdict["problems"]
     ]
-    late = [
-        [each["queue"], each["tag"], each["tasks"], show_duration(each["late_s"]), each["why"]]
-        for each in found["late"]
-    ]
+    sweeps = "sweep=partition,age=age_s,late=is_late,armed until=armed_until"
     minima = "there are more tasks than these counts: they are minima"
     sections: list[list[Part]] = [
         [Table("status,tasks,count", counts)],
@@ -237,110 +421,51 @@ def _parts(cli: Cli, found: dict[str, Any]) -> list[Part]:
         _groups("tag", live["tags"]),
         [(minima, NOTED)] if live["is_capped"] else [],
         [fields([*_services(cli, found)])],
-        [Table("queue,tag,late tasks,by,why", late, folded="queue,tag,why")] if late else [],
-        _workers(cli, found),
+        [Table.of(sweeps, found["sweeps"])],
+        [_workers(cli, found)],
     ]
-    parts = [part for section in sections if section for part in ("", *section)]
-    return parts[1:]
+    return "\n\n".join(filter(None, map(text_of, sections)))
 
 
 def _groups(kind: str, groups: list[dict[str, Any]]) -> list[Part]:
     """Return a table of what the queues or the tags do now."""
-    if not groups:
-        return []
-    columns = f"{kind},running,overdue,by,soon,held,done,failed,p50,p99,workers"
-    rows = [_group_row(group) for group in groups[:GROUPS_SHOWN]]
+    columns = (
+        f"{kind}=name,paused=is_paused,running,overdue,by=oldest_overdue_s,soon,held,ended,failed,"
+        "p50=lateness_p50_s,p99=lateness_p99_s,workers"
+    )
     extra = "p50,held,workers,failed,soon,by,p99"
-    more = len(groups) - GROUPS_SHOWN
-    return [
-        Table(columns, rows, folded=kind, extra=extra),
-        *([f"and {more:,} more"] if more > 0 else []),
-    ]
-
-
-def _group_row(group: dict[str, Any]) -> list[Cell]:
-    def lateness(late_s: float | None) -> Cell:
-        if late_s is None:
-            return NOTHING
-        return (show_measured(late_s), BAD if late_s >= MARKED_LATE_S else GOOD)
-
-    name, overdue = cell(group["name"]), group["overdue"]
-    return [
-        (f"{name} paused", NOTED) if group["is_paused"] else name,
-        group["running"],
-        overdue,
-        (show_duration(group["oldest_overdue_s"]), BAD) if overdue else NOTHING,
-        group["soon"],
-        group["held"],
-        group["ended"] - group["failed"],
-        group["failed"],
-        lateness(group["lateness_p50_s"]),
-        lateness(group["lateness_p99_s"]),
-        group["workers"],
-    ]
+    more = [f"and {len(groups) - GROUPS_SHOWN:,} more"] if len(groups) > GROUPS_SHOWN else []
+    return [Table.of(columns, groups[:GROUPS_SHOWN], folded=kind, extra=extra), *more]
 
 
 def _services(cli: Cli, found: dict[str, Any]) -> Iterator[tuple[str, Cell]]:
     """Yield the lines between the tables."""
-    overdue, expired, database = found["overdue"], found["expired_leases"], found["database"]
-    broker, timer = found["broker"], found["timer"]
+    overdue, database, broker, timer = itemgetter("overdue", "database", "broker", "timer")(found)
     late = f"{overdue['count']:,}"
     if overdue["count"]:
         late += f", the oldest since {overdue['oldest']}, {show_duration(overdue['late_s'])} ago"
-    yield "overdue", _alarm(late, overdue["count"])
-    yield "lease over", _alarm(f"{expired:,}", expired)
-    for sweep in found["sweeps"]:
-        armed = f", armed until {sweep['armed_until']}" if sweep["armed_until"] else ""
-        yield (
-            f"sweep {sweep['partition']}",
-            _alarm(f"{_ago(sweep['age_s'])}{armed}", sweep["is_late"]),
-        )
-    tables = f"{database['url']} ({database['server']}), revision {database['revision']}"
-    if database["revision"] != database["head"]:
-        tables += f", this version has {database['head']}; run: {cli.command} db upgrade"
-    yield "database", tables
+    yield "overdue", late
+    yield "lease over", found["expired_leases"]
+    revision = _revision(cli, database["revision"], database["head"])
+    yield "database", f"{database['url']} ({database['server']}), {revision}"
     states = {True: "up", False: f"down ({cell(broker['error'])})", None: "not used"}
-    yield "broker", _alarm(f"{broker['url']}: {states[broker['is_up']]}", broker["error"])
+    yield "broker", f"{broker['url']}: {states[broker['is_up']]}"
     near = "".join(f"; near tasks of {name}: {n:,}" for name, n in timer["queues"].items())
-    state = "up" if timer["is_up"] else "down"
-    yield "timer", _alarm(f"{timer['name']}: {state}{near}", not timer["is_up"])
+    yield "timer", f"{timer['name']}: {'up' if timer['is_up'] else 'down'}{near}"
     yield "now", found["now"]
 
 
-def _alarm(text: str, is_bad: object) -> Cell:
-    return (text, BAD if is_bad else "")
-
-
-def _workers(cli: Cli, found: dict[str, Any]) -> list[Part]:
-    rows = [
-        [
-            each["name"],
-            (_ago(each["age_s"]), GOOD if each["is_alive"] else BAD),
-            show_duration(each["up_s"]),
-            each["pool"],
-            f"{NOTHING if each['busy'] is None else each['busy']}/{each['concurrency']}",
-            ", ".join(each["queues"]),
-            show_offset(each["clock_offset_s"]),
-            each["version"],
-        ]
-        for each in found["workers"]
-    ]
-    columns = "worker,seen,up for,pool,busy,queues,clock offset,version"
-    parts: list[Part] = [Table(columns, rows, folded="worker,queues")] if rows else []
-    lost = [
-        [each["name"], each["lost_at"], ", ".join(each["queues"])] for each in found["lost_workers"]
-    ]
-    if lost:
-        parts.append(Table("lost worker,at,queues", lost, folded="lost worker,queues"))
-    if not rows:
-        is_direct = found["timer"]["name"] == "direct"
-        how = "delaytasks run --forever" if is_direct else "celery -A … worker"
-        parts.append((cli.rewrite(f"no workers; start one with: {how}"), NOTED))
-    return parts
-
-
-def _ago(seconds: float | None) -> str:
-    return "never" if seconds is None else f"{show_duration(seconds)} ago"
+def _workers(cli: Cli, found: dict[str, Any]) -> Part:
+    if found["workers"]:
+        made: Made = {"clock offset": lambda each: show_offset(each["clock_offset_s"])}
+        columns = (
+            "worker=name,alive=is_alive,seen ago=age_s,up for=up_s,pool,busy,of=concurrency,queues,"
+            "clock offset,version"
+        )
+        return Table.of(columns, found["workers"], made, folded="worker,queues")
+    is_direct = found["timer"]["name"] == "direct"
+    how = "delaytasks run --forever" if is_direct else "celery -A … worker"
+    return cli.rewrite(f"no workers; start one with: {how}"), NOTED
 
 
 # -- `--probe` and `--ahead` ----------------------------------------------------------------------
@@ -365,9 +490,8 @@ def _probe(cli: Cli, component: str, live: bool, name: str | None, max_overdue: 
         "is_healthy": is_healthy,
         "checks": [check._asdict() for check in found],
     }
-    results = {True: ("ok", GOOD), False: ("failed", BAD)}
-    rows = [(check.name, results[check.is_ok], check.detail) for check in found]
-    cli.answer(document, Table("check,result,facts", rows, folded="facts"))
+    made: Made = {"result": lambda check: ("ok", GOOD) if check.is_ok else ("failed", BAD)}
+    cli.answer(document, Table.of("check=name,result,facts=detail", found, made, folded="facts"))
     if not is_healthy:
         sys.exit(1)
 
@@ -385,19 +509,15 @@ def _look_ahead(cli: Cli, days: float, processes: int | None) -> None:
     ]
     hours = busiest(found, HOURS_SHOWN)
     if hours:
-        rows = [
-            [
-                f"{hour.start:%a} {show_instant(hour.start)}",
-                hour.due,
-                next(iter(hour.due_by_tag)),
-                hour.processes,
-                show_duration(hour.busy_s),
-                (f"{hour.utilization:.0%}", BAD if hour.utilization > 1 else GOOD),
-            ]
-            for hour in hours
-        ]
-        columns = "from,due,largest tag,processes,busy,of the hour"
-        parts += ["", Table(columns, rows, folded="largest tag")]
+        made: Made = {
+            "from": lambda hour: f"{hour.start:%a} {show_instant(hour.start)}",
+            "largest tag": lambda hour: next(iter(hour.due_by_tag)),
+            "of the hour": lambda hour: (
+                (f"{hour.utilization:.0%}", BAD if hour.utilization > 1 else GOOD)
+            ),
+        }
+        columns = "from,due,largest tag,processes,busy=busy_s,of the hour"
+        parts += ["", Table.of(columns, hours, made, folded="largest tag")]
     if len(hours) < len(found.hours):
         parts.append(f"and {count(len(found.hours) - len(hours), 'hour')} more; --json has them")
     cli.answer(found.as_json(), *parts)

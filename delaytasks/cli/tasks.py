@@ -8,25 +8,23 @@ filters, asks the user, and moves them in steps.
 from __future__ import annotations
 
 import functools
-import json
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
-from inspect import cleandoc
 from typing import Any
 
 import click
 
-from delaytasks.cli.context import Cli, Command, moved_bar, pass_cli
-from delaytasks.cli.options import DURATION, PAST, RANGE, command_of, flag_of, given_of, option_of
+from delaytasks.cli.context import Cli, Command, pass_cli, signals_to
+from delaytasks.cli.options import PAST, RANGE, Typed, command_of, flag_of, given_of, option_of
 from delaytasks.cli.output import (
     BAD,
     LONGEST,
     NOTED,
-    Cell,
     Failure,
+    Made,
     Part,
     Table,
     block,
@@ -46,7 +44,7 @@ from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import CancelResult, DelayedTask
 from delaytasks.model.text import count, one_line
 from delaytasks.operate import operations
-from delaytasks.operate.operations import Operation
+from delaytasks.operate.operations import DURATION, Operation, Parameter
 from delaytasks.operate.searches import Follower, changed_at
 from delaytasks.operate.task_calls import BulkResult, pretty_body
 from delaytasks.operate.texts import last_line, show_from_now
@@ -56,37 +54,29 @@ from delaytasks.operate.why import why
 
 
 _OF_PYTHON = "ids key_prefix since until created_since created_until updated_until".split()
-#: The filters that are typed as they are passed to `find`, and those with another form.
-_FILTERS = [each for each in operations.FILTERS if each.name not in _OF_PYTHON]
-_RANGES: dict[str, Any] = {
-    "due": (
+#: The filters, of which the last three have another form than those of `find`.
+_FILTERS = [
+    *(each for each in operations.FILTERS if each.name not in _OF_PYTHON),
+    Parameter(
+        "due",
         RANGE,
         "Due from A until before B, as 2030-01-31T18:00:00Z, or 1h for an hour ago. Without A or "
         "B, the range has no such end.",
     ),
-    "created": (RANGE, "Scheduled in this range."),
-    "updated_until": (PAST, "Not moved since this time."),
-}
-
-
-def _filter_options() -> list[click.Parameter]:
-    """Return the ids and the filters of a command, which `_filters` reads."""
-    return [
-        click.Argument(["ids"], nargs=-1, metavar="[ID]..."),
-        *map(option_of, _FILTERS),
-        *(click.Option([flag_of(n)], type=kind, help=help) for n, (kind, help) in _RANGES.items()),
-    ]
+    Parameter("created", RANGE, "Scheduled in this range."),
+    Parameter("updated_until", PAST, "Not moved since this time."),
+]
+_filter_options = [click.Argument(["ids"], nargs=-1, metavar="[ID]..."), *map(option_of, _FILTERS)]
 
 
 def _filters(options: dict[str, Any]) -> dict[str, Any]:
     """Take the filters out of the options of a command. They have the names of `find`."""
     filters = given_of(_FILTERS, options)
     for name, prefix in (("due", ""), ("created", "created_")):
-        if (given := options.pop(name)) is not None:
-            filters[f"{prefix}since"], filters[f"{prefix}until"] = given
-    for name in ("ids", "updated_until"):
-        if given := options.pop(name):
-            filters[name] = given
+        if name in filters:
+            filters[f"{prefix}since"], filters[f"{prefix}until"] = filters.pop(name)
+    if ids := options.pop("ids"):
+        filters["ids"] = ids
     if filters.get("key", "").endswith("*"):
         filters["key_prefix"] = filters.pop("key")[:-1]
     return filters
@@ -117,8 +107,14 @@ LONGEST_DETAIL = 300
 TAG_WIDTH = 16
 
 
+@click.command("list", cls=Command, params=[*_filter_options])
+@click.option("--oldest-first", is_flag=True, help="Begin with the earliest due time.")
+@click.option("--limit", type=int, help="The most tasks, 1 to 1000. [100; --follow: 10]")
+@click.option("--cursor", help="Continue after the page that printed this cursor.")
+@click.option("--follow", is_flag=True, help="Print the changes of tasks as they happen.")
+@click.option("--for", "for_", type=Typed(DURATION), help="--follow: stop after this time.")
 @pass_cli
-def _list(
+def list_(
     cli: Cli,
     oldest_first: bool,
     limit: int | None,
@@ -152,48 +148,20 @@ def _list(
     limit = PAGE if limit is None else limit
     page = cli.delays.find(**filters, limit=limit, cursor=cursor, newest_first=not oldest_first)
     now = cli.runtime.clock.now()
-    table = Table(
-        "id,status,tag,key,when,due,queue,attempts,error",
-        [_row(task, now) for task in page],
-        folded="tag,key",
-        extra="due,queue,attempts,key",
-        below="error",
-    )
-    cli.answer(operations.document_of(page), table)
+    made: Made = {
+        "id": lambda task: str(task.id),
+        "status": lambda task: coloured(task.status.name),
+        "when": lambda task: show_from_now(task.due, now),
+        "error": lambda task: (reason(task.error), BAD),
+    }
+    columns = "id,status,tag,key,when,due,queue,attempts=runs,error"
+    looks = {"folded": "tag,key", "extra": "due,queue,attempts,key", "below": "error"}
+    cli.answer(operations.document_of(page), Table.of(columns, page, made, **looks))
     # On stderr, so that a pipe receives tasks only.
     if not page.tasks:
         cli.note("No tasks.")
     elif page.cursor is not None:
         cli.note(f"More: the same with --cursor {page.cursor}")
-
-
-list_ = Command(
-    "list",
-    callback=_list,
-    help=cleandoc(_list.__doc__ or ""),
-    params=[
-        *_filter_options(),
-        click.Option(["--oldest-first"], is_flag=True, help="Begin with the earliest due time."),
-        click.Option(["--limit"], type=int, help="The most tasks, 1 to 1000. [100; --follow: 10]"),
-        click.Option(["--cursor"], help="Continue after the page that printed this cursor."),
-        click.Option(["--follow"], is_flag=True, help="Print the changes of tasks as they happen."),
-        click.Option(["--for", "for_"], type=DURATION, help="--follow: stop after this time."),
-    ],
-)
-
-
-def _row(task: DelayedTask, now: datetime) -> list[Cell]:
-    return [
-        str(task.id),
-        coloured(task.status),
-        task.tag,
-        task.key,
-        show_from_now(task.due, now),
-        task.due,
-        task.queue,
-        task.runs,
-        (reason(task.error), BAD),
-    ]
 
 
 def _follow(cli: Cli, where: Filter, most: int, for_: timedelta | None) -> None:
@@ -204,7 +172,10 @@ def _follow(cli: Cli, where: Filter, most: int, for_: timedelta | None) -> None:
     while True:
         now = cli.runtime.clock.now()
         for task in tasks:
-            click.echo(json.dumps(_change(task)) if cli.is_json else _change_line(task, now))
+            if cli.is_json:
+                cli.print_json(_change(task))
+            else:
+                click.echo(_change_line(task, now))
         if step.is_incomplete and not is_noted:
             cli.note("There are more changes than this command reads; it shows some of them.")
         is_noted = step.is_incomplete
@@ -227,32 +198,26 @@ def _change(task: DelayedTask) -> dict[str, Any]:
 
 
 def _change_line(task: DelayedTask, now: datetime) -> str:
-    status, colour = coloured(task.status)
-    at = changed_at(task).strftime("%H:%M:%S.%f")[:-3]
+    """Return the time and the status, the names of the task, and what these do not say."""
+    status, colour = coloured(task.status.name)
+    waits, is_running = status in ("NOT_COMPLETE", "HELD"), status == "RUNNING"
+    late_s, began, ended = _late_s(task), task.execution_time, task.update_time
+    has_ended = status in ("DONE", "FAILED")
+    took_s = (ended - began).total_seconds() if has_ended and began and ended else None
+    facts = (
+        f"due {show_from_now(max(task.expected_time, now), now)}" if waits else "",
+        f"attempt {task.runs}" if is_running else "",
+        f"on {task.worker}" if is_running and task.worker else "",
+        "" if late_s is None else f"{show_duration(max(late_s, 0))} late",
+        "" if took_s is None else f"took {show_duration(max(took_s, 0))}",
+        last_line(task.error),
+    )
+    at = click.style(changed_at(task).strftime("%H:%M:%S.%f")[:-3], dim=True)
     names = f"{click.style(f'{cell(task.tag):{TAG_WIDTH}}', bold=True)} {task.id}"
-    if task.key is not None:
-        names += f" {cell(task.key)}"
+    key = "" if task.key is None else f" {cell(task.key)}"
     shown = click.style(f"{status:12}", fg=colour or None)
-    details = one_line(", ".join(_details(task, now)), LONGEST_DETAIL)
-    return f"{click.style(at, dim=True)} {shown} {names}  {details}".rstrip()
-
-
-def _details(task: DelayedTask, now: datetime) -> Iterator[str]:
-    """Yield what the status of the task does not say."""
-    if task.status in (Status.NOT_COMPLETE, Status.HELD):
-        is_due = task.expected_time <= now
-        yield f"due {'now' if is_due else show_from_now(task.expected_time, now)}"
-    if task.status is Status.RUNNING:
-        yield f"attempt {task.runs}"
-        if task.worker:
-            yield f"on {task.worker}"
-    if (late_s := _late_s(task)) is not None:
-        yield f"{show_duration(max(late_s, 0))} late"
-    began, ended = task.execution_time, task.update_time
-    if task.status in (Status.DONE, Status.FAILED) and began and ended:
-        yield f"took {show_duration(max((ended - began).total_seconds(), 0))}"
-    if error := last_line(task.error):
-        yield error
+    details = one_line(", ".join(filter(None, facts)), LONGEST_DETAIL)
+    return f"{at} {shown} {names}{key}  {details}".rstrip()
 
 
 def _late_s(task: DelayedTask) -> float | None:
@@ -266,8 +231,6 @@ def _late_s(task: DelayedTask) -> float | None:
 # -- `show` ---------------------------------------------------------------------------------------
 
 
-#: Fields that are times.
-INSTANTS = "due_time expected_time execution_time create_time update_time lease_until".split()
 #: Fields that are in the first line, or below the others.
 ELSEWHERE = ("id", "tag", "status", "body", "error")
 
@@ -290,7 +253,7 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     attempts = cli.delays.get(task, attempts=True).attempts
     reasons = [each._replace(remedy=cli.rewrite(each.remedy)) for each in why(cli.runtime, task)]
     document = {**task.as_json(), "moves": moves_from(task.status)}
-    status, colour = coloured(task.status)
+    status, colour = coloured(task.status.name)
     title = f"task {task.id} ({cell(task.tag)}): {click.style(status, fg=colour or None)}"
     parts: list[Part] = [title]
     for each in reasons:
@@ -304,18 +267,19 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     if task.error:
         parts += [("error", BAD), block(task.error)]
     if attempts:
-        rows = [[one.number, one.ended, one.worker, reason(one.error)] for one in attempts]
-        parts += ["failed attempts", Table("attempt,ended,worker,error", rows)]
+        made = {"error": lambda one: reason(one.error)}
+        columns = "attempt=number,ended,worker,error"
+        parts += ["failed attempts", Table.of(columns, attempts, made)]
     failed = [one.as_json() for one in attempts]
     cli.answer({**document, "why": plain(reasons), "failed_attempts": failed}, *parts)
 
 
 def _field(task: DelayedTask, name: str, value: Any, now: datetime) -> str | None:
     """Return the text of a field of the JSON document. A time also has its distance from now."""
-    if value is None or name not in INSTANTS:
-        return ", ".join(value) if name == "moves" else value and str(value)
-    instant = task.due if name == "due_time" else getattr(task, name)
-    return f"{value} ({show_from_now(instant, now)})"
+    if value is not None and name.endswith(("_time", "_until")):
+        instant = task.due if name == "due_time" else getattr(task, name)
+        return f"{value} ({show_from_now(instant, now)})"
+    return ", ".join(value) if name == "moves" else value and str(value)
 
 
 # -- `cancel`, `reschedule` and `rerun`: each task that is named, or many -------------------------
@@ -340,15 +304,12 @@ def _move(
     """Move each task that is named, or many."""
     filters = _filters(options)
     is_many = everything or dry_run or any(each.name in given for each in operation.only_bulk)
-    ids: Sequence[str] | None = None
     if not is_many and filters.keys() == {"tag", "key"}:
-        ids = [str(get(cli, None, **filters).id)]
-    elif not is_many and filters.keys() <= {"ids"}:
-        ids = filters.get("ids")
-        if not ids:
+        filters = {"ids": [str(get(cli, None, **filters).id)]}
+    if not is_many and filters.keys() <= {"ids"}:
+        if not filters:
             raise click.UsageError("Name the tasks by ids or by filters.")
-    if ids is not None:
-        _move_each(cli, operation, ids, given)
+        _move_each(cli, operation, filters["ids"], given)
         return
     for name in _OF_ONE:
         if name in given:
@@ -358,7 +319,7 @@ def _move(
 
 def _move_command(name: str) -> Command:
     flags = [click.Option([flag_of(n)], is_flag=True, help=help) for n, help in _FLAGS.items()]
-    return command_of(name, _move, (*_filter_options(), *flags))
+    return command_of(name, _move, (*_filter_options, *flags))
 
 
 cancel = _move_command("cancel")
@@ -421,8 +382,6 @@ def _move_many(
     is_confirmed: bool,
 ) -> None:
     """Count the tasks, ask the user, and move them in steps."""
-    if not is_dry_run:
-        cli.require_terminal(is_confirmed, "Count the tasks with --dry-run, then use --yes.")
     assert operation.bulk is not None
     done, move = operation.done, functools.partial(operation.bulk, cli.delays, **given, **filters)
     so_far = move(dry_run=True)
@@ -431,28 +390,40 @@ def _move_many(
         _report(cli, so_far, would, "dry run")
         return
     running = f" (without {count(so_far.refused, 'running task')})" if so_far.refused else ""
-    cli.confirm(is_confirmed, f"{would}{running}. Go on?")
+    without_terminal = "Count the tasks with --dry-run, then use --yes."
+    cli.confirm(is_confirmed, f"{would}{running}. Go on?", without_terminal)
 
     def how_far() -> str:
         return f"{done} {so_far.changed:,} of {count(so_far.matched, 'task')}"
 
-    with moved_bar(cli, done) as progress, _stopping_between_steps() as check:
-        bar = progress.add_task("", total=so_far.matched, moved=0)
+    stops: list[int] = []
 
-        def on_progress(result: BulkResult) -> None:
-            nonlocal so_far
-            so_far = result
-            completed = result.changed + result.refused
-            progress.update(bar, total=result.matched, completed=completed, moved=result.changed)
-            check()
+    def stop(number: int, _frame: Any) -> None:
+        """Let the step end after Ctrl-C. A second one ends it immediately."""
+        stops.append(number)
+        if len(stops) > 1:
+            raise KeyboardInterrupt
 
-        try:
+    is_hidden = cli.is_json or not sys.stderr.isatty()
+    bar = click.progressbar(
+        length=so_far.matched, label=done, show_pos=True, file=sys.stderr, hidden=is_hidden
+    )
+
+    def on_progress(result: BulkResult) -> None:
+        nonlocal so_far
+        so_far, bar.length = result, result.matched
+        bar.update(result.changed + result.refused - bar.pos)
+        if stops:
+            raise KeyboardInterrupt
+
+    try:
+        with bar, signals_to(stop, signal.SIGINT):
             result = move(on_progress=on_progress)
-        except KeyboardInterrupt:
-            result = None
-        except StoreError as error:
-            error.args = (f"{error}; {how_far()}", *error.args[1:])
-            raise
+    except KeyboardInterrupt:
+        result = None
+    except StoreError as error:
+        error.args = (f"{error}; {how_far()}", *error.args[1:])
+        raise
     if result is None:
         is_shift = any(name in given for name in _SHIFTS)
         again = f", with --updated-until {so_far.started.isoformat()}" if is_shift else ""
@@ -469,28 +440,3 @@ def _report(cli: Cli, result: BulkResult, sentence: str, state: str) -> None:
         moved = "they run or moved on, are locked, or another task has their key"
         why = "they run" if state == "dry run" else moved
         cli.note(f"left as they are: {count(result.refused, 'task')} ({why})")
-
-
-@contextmanager
-def _stopping_between_steps() -> Iterator[Callable[[], None]]:
-    """Let the current step end after Ctrl-C; a second Ctrl-C ends it immediately.
-
-    The command calls the yielded function after each step. It raises `KeyboardInterrupt` after
-    Ctrl-C.
-    """
-    is_stopped = False
-
-    def check() -> None:
-        if is_stopped:
-            raise KeyboardInterrupt
-
-    def stop(_number: int, _frame: Any) -> None:
-        nonlocal is_stopped
-        check()
-        is_stopped = True
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)

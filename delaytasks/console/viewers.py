@@ -129,18 +129,19 @@ class UserFile:
 
     # -- read -------------------------------------------------------------------------------------
 
-    def users(self) -> dict[str, dict[str, str]]:
-        """Return the users by name; none if there is no file yet."""
+    @property
+    def entries(self) -> Mapping[str, Mapping[str, str]]:
+        """The entry of each user by name; none if there is no file yet."""
         return self._file.read()
 
     def role(self, name: str) -> Role | None:
-        user = self.users().get(name)
+        user = self.entries.get(name)
         return None if user is None else Role.named(user["role"])
 
     def viewer(self, session: Mapping[str, Any]) -> Viewer | None:
         """Return the user of a session, unless it has ended: by a log out or a new password."""
         name = session.get("user")
-        user = self.users().get(name) if isinstance(name, str) else None
+        user = self.entries.get(name) if isinstance(name, str) else None
         if user is None or session.get("password") != _mark(user.get("password", "")):
             return None
         if session.get("logged_in_at", 0.0) <= self._ends.read().get(str(name), 0.0):
@@ -149,7 +150,7 @@ class UserFile:
 
     def check(self, name: str, password: str) -> dict[str, str] | None:
         """Return what the session of a user keeps, or None if name or password is wrong."""
-        hashed = self.users().get(name, {}).get("password", "")
+        hashed = self.entries.get(name, {}).get("password", "")
         is_right = check_password_hash(hashed or _NOBODY, password)
         return {"user": name, "password": _mark(hashed)} if hashed and is_right else None
 
@@ -161,13 +162,13 @@ class UserFile:
             raise ConfigError("the name of a console user is not empty")
         if len(password) < MIN_PASSWORD:
             raise ConfigError(f"a password of the console has at least {MIN_PASSWORD} characters")
-        users = dict(self.users())
+        users = dict(self.entries)
         users[name] = {"password": generate_password_hash(password), "role": role.label}
         self._file.write({"users": users})
 
     def remove(self, name: str) -> bool:
         """Remove a user; return False if there is none of this name."""
-        users = dict(self.users())
+        users = dict(self.entries)
         is_known = users.pop(name, None) is not None
         if is_known:
             self._file.write({"users": users})
@@ -177,11 +178,11 @@ class UserFile:
         """End all sessions of a user that began until then, also those of copied cookies."""
         with self._ending:
             ends = {**self._ends.read(), name: at_s}
-            self._ends.write({user: ends[user] for user in self.users() if user in ends})
+            self._ends.write({user: ends[user] for user in self.entries if user in ends})
 
     def make_first(self) -> str | None:
         """Make an administrator if there are no users, and return the generated password."""
-        if self.users():
+        if self.entries:
             return None
         password = secrets.token_urlsafe(15)
         self.set(FIRST_USER, password, Role.ADMIN)

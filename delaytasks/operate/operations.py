@@ -88,7 +88,9 @@ def _parse_json(typed: str, argument: str) -> Any:
     try:
         return json.loads(typed)
     except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"the {argument} is not JSON: {error}", argument) from None
+        remedy = "a string needs quotes, as in '\"text\"'"
+        problem = f"the {argument} is not JSON ({error}); {remedy}"
+        raise InvalidInputError(problem, argument) from None
 
 
 def _parse_end(typed: str, argument: str, zone: tzinfo | None = None) -> datetime | timedelta:

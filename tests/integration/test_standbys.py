@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import create_engine, select, text
 
 from delaytasks import DelayedTask, Status
-from delaytasks.cli.setup import warnings_of
+from delaytasks.cli.status import warnings_of
 from delaytasks.db import migrations
 from delaytasks.runtime import runtime_of
 from tests.conftest import open_store

@@ -17,7 +17,7 @@ from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
 from delaytasks import ConfigError, DelayTaskError, DelayTasks, Status, StoreError
-from delaytasks.cli.setup import warnings_of
+from delaytasks.cli.status import warnings_of
 from delaytasks.db import migrations
 from delaytasks.db.schema import Schema
 from delaytasks.db.store import Store
@@ -208,7 +208,7 @@ def test_check_warns_if_a_role_may_not_read_the_worker_table(role_tables: RoleTa
     finally:
         role_tables.admin("DELETE FROM yb_delay_task_message WHERE tag = 'late'")
         delays.close()
-    assert warning.startswith("late tasks are unknown: ")
+    assert warning.startswith("late tasks and the replication are unknown: ")
     assert "denied" in warning
 
 

@@ -262,7 +262,8 @@ def test_a_body_without_a_json_form_is_shown_as_its_text(body: str) -> None:
 
 def test_a_body_keeps_its_integers_exactly(capsys: pytest.CaptureFixture[str]) -> None:
     task = DelayedTask(2**60 + 1, "t", '{"n": 9007199254740993}', NOON)
-    output.print_json(task.as_json())
+    with click.Context(main) as ctx:
+        context.Cli(ctx, lambda: None, "delaytasks", "shop", "default").print_json(task.as_json())
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert document["id"] == str(2**60 + 1)
     assert document["body"] == {"n": 9007199254740993}
@@ -362,7 +363,7 @@ STUBBORN = POLITE.replace("(signal.SIGTERM, end)", "(signal.SIGTERM, signal.SIG_
 def run_together(**programs: str) -> bool:
     """Run the programs, and stop them as soon as the worker is ready."""
     commands = {name: [sys.executable, "-c", code] for name, code in programs.items()}
-    return up._run(commands, lambda: os.kill(os.getpid(), signal.SIGINT))
+    return up.run_together(commands, lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
 def test_all_processes_are_stopped_by_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:

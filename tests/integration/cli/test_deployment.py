@@ -60,7 +60,7 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     assert shop.json("status")["sweeps"][0]["is_late"]
     said = shop("status").stdout
     assert re.search(r"^overdue +1, the oldest since \S+Z, 1m3\ds ago$", said, re.MULTILINE)
-    assert re.search(r"^fresh .* 1/2 +default, letters +\+2ms +\S+$", said, re.MULTILINE)
+    assert re.search(r"^fresh +yes .* 1 +2 +default, letters +\+2ms +\S+$", said, re.MULTILINE)
 
 
 def test_stats_shows_a_lost_worker_apart_from_the_others(shop: Project) -> None:
@@ -73,7 +73,7 @@ def test_stats_shows_a_lost_worker_apart_from_the_others(shop: Project) -> None:
     assert (worker["name"], worker["queues"], worker["concurrency"]) == ("w1@host", ["letters"], 2)
     assert [problem["level"] for problem in found["verdict"]["problems"]] == ["note"]
     said = shop("status").stdout
-    assert re.search(r"^w1@host +\S+Z +letters$", said, re.MULTILINE)
+    assert "Worker w1@host was lost at" in said
     assert "no workers; start one" in said
 
 

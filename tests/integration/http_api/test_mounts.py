@@ -184,7 +184,7 @@ def test_commands_add_list_and_remove_keys(tmp_path: Path, monkeypatch: pytest.M
     assert found.name == "shop"
     shown = {"name": "shop", "scopes": ["schedule:order.*", "read"]}
     assert json.loads(invoke("--json").output) == [shown]
-    assert "schedule:order.* read" in invoke().output
+    assert "schedule:order.*, read" in invoke().output
     for wrong in ("shop --scope read", "other --scope admin", "other"):
         assert invoke(*wrong.split()).exit_code == 2
     assert invoke("shop", "--remove").exit_code == 0
