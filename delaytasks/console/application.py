@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.wrappers import Response
 
 from delaytasks.client import DelayTasks
-from delaytasks.console import forms, pages_overview, pages_tags, pages_tasks, requests
-from delaytasks.console.requests import SESSION_S, ConsoleState, Route, Viewers, back, state, viewer
-from delaytasks.console.shown import install_filters, zone_label, zone_of
+from delaytasks.console import forms, pages, requests
+from delaytasks.console.requests import SESSION_S, ConsoleState, Viewers, back, route, state, viewer
+from delaytasks.console.shown import install_filters, viewer_zone, zone_of
 from delaytasks.console.viewers import (
     FIRST_USER,
     Role,
@@ -89,48 +88,11 @@ def make_console(
     )
     app.jinja_env.trim_blocks = app.jinja_env.lstrip_blocks = True
     install_filters(app)
-    requests.protect(app, ConsoleState(delays, viewers, dict(_routes())))
+    requests.protect(app, ConsoleState(delays, viewers))
     Probes(delays).add_to(app)
     app.context_processor(_of_every_page)
     app.register_error_handler(Exception, _failed)
     return app
-
-
-def _routes() -> Iterator[tuple[str, Route]]:
-    """Yield all pages and actions with their endpoints.
-
-    The endpoint of a page is the name of its function, and that of an action its operation.
-    """
-    overview, tasks, tags = pages_overview, pages_tasks, pages_tags
-    for path, role, view, template in (
-        ("/", Role.VIEW, overview.overview, "overview.html"),
-        ("/tasks", Role.VIEW, tasks.tasks, "tasks.html"),
-        ("/tasks/<id>", Role.VIEW, tasks.task, "task.html"),
-        ("/bulk", Role.OPERATE, tasks.bulk, "bulk.html"),
-        ("/audit", Role.VIEW, tasks.audit, "lists.html"),
-        ("/audit/<id>", Role.VIEW, tasks.entry, "bulk.html"),
-        ("/tags", Role.VIEW, tags.tags, "lists.html"),
-        ("/tag", Role.VIEW, tags.tag, "tag.html"),
-        ("/policies", Role.VIEW, tags.policies, "lists.html"),
-        ("/recurring", Role.VIEW, tags.recurring, "lists.html"),
-        ("/failures", Role.VIEW, overview.failures, "lists.html"),
-        ("/failures/<name>", Role.VIEW, overview.failure, "tasks.html"),
-        ("/queues", Role.VIEW, overview.queues, "lists.html"),
-        ("/workers", Role.VIEW, overview.workers, "lists.html"),
-        ("/forecast", Role.VIEW, overview.forecast, "forecast.html"),
-        ("/login", Role.VIEW, login, None),
-    ):
-        yield view.__name__, Route(path, role, view, template)
-    for path, role, act in (
-        ("/login", Role.VIEW, log_in),
-        ("/logout", Role.VIEW, log_out),
-        ("/preferences", Role.VIEW, preferences),
-        ("/audit/<entry>/stop", Role.OPERATE, forms.stop_bulk),
-    ):
-        yield act.__name__, Route(path, role, act, method="POST")
-    for name, offer in forms.OFFERS.items():
-        act, path = partial(forms.perform, OPERATIONS[name]), f"/do/{name.replace(' ', '-')}"
-        yield name, Route(path, offer.role, act, method="POST")
 
 
 def _of_every_page() -> dict[str, Any]:
@@ -142,8 +104,8 @@ def _of_every_page() -> dict[str, Any]:
         "may": forms.can_perform,
         "fields_of": lambda name: OPERATIONS[name].fields,
         "filters": FILTERS,
-        "known": pages_tags.known_names,
-        "zone": zone_label(),
+        "known": pages.known_names,
+        "zone": str(viewer_zone()),
         "theme": session.get("theme", "auto"),
         "here": request.full_path.rstrip("?"),
         "version": installed_version() or "?",
@@ -180,11 +142,13 @@ def _error_page(code: int, title: str, text: str) -> tuple[str, int]:
 # -- login ----------------------------------------------------------------------------------------
 
 
+@route("/login")
 def login() -> tuple[str, int]:
     _users()
     return _login_page(None, 200)
 
 
+@route("/login", action="log_in")
 def log_in() -> tuple[str, int] | Response:
     users, limit = _users(), state().logins
     name, address = request.form.get("name", ""), request.remote_addr or ""
@@ -215,6 +179,7 @@ def _login_page(problem: str | None, code: int) -> tuple[str, int]:
     return render_template("message.html", next=target, problem=problem), code
 
 
+@route("/logout", action="log_out")
 def log_out() -> Response:
     users, name = state().viewers, session.get("user")
     session.clear()
@@ -227,6 +192,7 @@ def log_out() -> Response:
     return redirect(url_for("login"), 303)
 
 
+@route("/preferences", action="preferences")
 def preferences() -> Response:
     """Choose the time zone and the colours."""
     zone, theme = request.form.get("zone"), request.form.get("theme")

@@ -22,7 +22,7 @@ from flask import flash, redirect, request, url_for
 from werkzeug.datastructures import MultiDict
 from werkzeug.wrappers import Response
 
-from delaytasks.console.requests import back, given, now, recorder, state, viewer
+from delaytasks.console.requests import back, given, now, recorder, route, state, viewer
 from delaytasks.console.shown import local_text, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, TaskNotFoundError
@@ -326,6 +326,12 @@ def _record_failure(record: Callable[..., None], begun: Future[int]) -> None:
         record(is_refused=True, error=one_line(str(error)))
 
 
+for _name, _offer in OFFERS.items():
+    _add = route(f"/do/{_name.replace(' ', '-')}", role=_offer.role, action=_name)
+    _add(partial(perform, OPERATIONS[_name]))
+
+
+@route("/audit/<entry>/stop", role=Role.OPERATE, action="stop_bulk")
 def stop_bulk(entry: str) -> Response:
     """Stop an operation on many tasks that this process does."""
     stop = state().stops.get(check_id(entry))

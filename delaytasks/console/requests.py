@@ -12,12 +12,12 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from flask import (
@@ -65,21 +65,37 @@ class Route(NamedTuple):
     """A page or an action. One without a template answers by itself."""
 
     path: str
+    view: Callable[..., Any]
+    template: str | None
     #: The least role that may call it.
     role: Role
-    view: Callable[..., Any]
-    template: str | None = None
-    method: str = "GET"
+    method: str
+
+
+#: The pages and actions by their endpoint. Others are refused.
+ROUTES: dict[str, Route] = {}
+View = TypeVar("View", bound=Callable[..., Any])
+
+
+def route(
+    path: str, template: str | None = None, role: Role = Role.VIEW, *, action: str | None = None
+) -> Callable[[View], View]:
+    """Make a function a page, whose endpoint is its name, or an action with this endpoint."""
+
+    def add(view: View) -> View:
+        method = "GET" if action is None else "POST"
+        ROUTES[action or view.__name__] = Route(path, view, template, role, method)
+        return view
+
+    return add
 
 
 class ConsoleState:
     """What the requests of one console share."""
 
-    def __init__(self, delays: DelayTasks, viewers: Viewers, routes: Mapping[str, Route]) -> None:
+    def __init__(self, delays: DelayTasks, viewers: Viewers) -> None:
         self.delays = delays
         self.viewers = viewers
-        #: The pages and actions by their endpoint. Others are refused.
-        self.routes = routes
         self.cache = SharedCache()
         #: What ran, which no action changes: a chart of a year is read rarely.
         self.history = SharedCache()
@@ -128,13 +144,6 @@ def viewer() -> Viewer:
     return found
 
 
-def number_of(text: str) -> int | None:
-    """Return the number that a request contains, or None if it is none or a far too large one."""
-    # `int` refuses some texts that `isdigit` accepts, such as a superscript, and very long ones.
-    is_number = text.isascii() and text.isdigit() and len(text) <= 20
-    return int(text) if is_number else None
-
-
 # -- before and after each request ----------------------------------------------------------------
 
 
@@ -169,7 +178,7 @@ def protect(app: Flask, shared: ConsoleState) -> None:
     """Add all pages and actions to the app, and let each request pass these checks."""
     app.extensions[EXTENSION] = shared
     app.session_interface = _Sessions()
-    for endpoint, route in shared.routes.items():
+    for endpoint, route in ROUTES.items():
         view = _rendered(route) if route.template else route.view
         app.add_url_rule(route.path, endpoint, view, methods=[route.method])
     app.before_request(_admit)
@@ -210,7 +219,7 @@ def _admit() -> AnyResponse | None:
         abort(401)
     if request.endpoint is None:
         return None  # Flask answers 404 or 405
-    route = state().routes.get(request.endpoint)
+    route = ROUTES.get(request.endpoint)
     if route is None or g.viewer.role < route.role:
         abort(403)
     return None
@@ -311,7 +320,7 @@ def _audit_refusal(response: Response) -> Response:
 
     `perform` answers with a redirect, so that its refusals are not recorded twice.
     """
-    route = state().routes.get(request.endpoint or "")
+    route = ROUTES.get(request.endpoint or "")
     is_action = route is not None and request.method == "POST" and route.role > Role.VIEW
     if is_action and response.status_code in REFUSED and g.get("viewer") is not None:
         recorder(request.endpoint or "", given())(is_refused=True)

@@ -46,11 +46,6 @@ def viewer_zone() -> tzinfo:
     return zone_of(session.get("zone")) or timezone.utc
 
 
-def zone_label() -> str:
-    name = session.get("zone")
-    return name if isinstance(name, str) and zone_of(name) is not None else "UTC"
-
-
 def local_text(value: datetime) -> str:
     """Return an instant in the viewer's time zone, with the name of the zone."""
     try:
@@ -86,8 +81,12 @@ def day_and_time(value: datetime) -> str:
     return f"{value.astimezone(viewer_zone()):%a %b %d, %H:%M %Z}"
 
 
-def local_times(text: object) -> str:
-    """Return a text whose instants in UTC are written in the viewer's time zone, with its name."""
+def local_times(value: object) -> str:
+    """Return a text whose instants in UTC are written in the viewer's time zone, with its name.
+
+    Of a list, it has the first values.
+    """
+    text = some_values(value) if isinstance(value, (list, tuple)) else str(value)
 
     def local(found: re.Match[str]) -> str:
         try:
@@ -95,12 +94,7 @@ def local_times(text: object) -> str:
         except ValueError:
             return found[0]
 
-    return _INSTANT.sub(local, str(text))
-
-
-def value_or_some(value: object) -> object:
-    """Return the values of a list as a text, or only the first of many."""
-    return some_values(value) if isinstance(value, (list, tuple)) else value
+    return _INSTANT.sub(local, text)
 
 
 def spark(values: Sequence[int]) -> Markup:
@@ -114,7 +108,7 @@ def percent(share: float | None) -> str:
 
 
 def install_filters(app: Flask) -> None:
-    shown = (instant, distance, day_and_time, local_times, value_or_some, spark, percent)
+    shown = (instant, distance, day_and_time, local_times, spark, percent)
     app.jinja_env.filters.update({filter.__name__: filter for filter in shown})
     app.jinja_env.globals["zip"] = zip
     app.jinja_env.filters.update(

@@ -12,7 +12,7 @@ import pytest
 from werkzeug.routing import Rule
 
 from delaytasks import ConfigError
-from delaytasks.console import pages_tasks, requests, viewers
+from delaytasks.console import pages, requests, viewers
 from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION, MOST_ACTIVE, SESSION_S
 from delaytasks.console.viewers import LoginLimit, Role, UserFile, Viewer, proxy_viewer
@@ -443,7 +443,7 @@ def test_no_viewer_and_no_action_means_no_entry(own_site: Site) -> None:
 
 
 def test_audit_pages_have_each_entry_once(own_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages_tasks, "AUDIT_ENTRIES", 3)
+    monkeypatch.setattr(pages, "AUDIT_ENTRIES", 3)
     client, runtime = own_site.client(), runtime_of(own_site.delays)
     for number in range(8):
         record_action(runtime, "pause", {"tag": f"tag-{number}"}, "maria")

@@ -11,7 +11,7 @@ import pytest
 from werkzeug.datastructures import MultiDict
 
 from delaytasks import StoreUnavailableError
-from delaytasks.console import forms, pages_tasks
+from delaytasks.console import forms, pages
 from delaytasks.console.viewers import Role
 from delaytasks.operate import task_calls as bulk
 from delaytasks.operate.task_calls import find_tasks
@@ -201,7 +201,7 @@ def test_bulk_counts_read_small_pages(site: Site, monkeypatch: pytest.MonkeyPatc
         limits.append(limit)
         return find_tasks(runtime, filters, cursor, limit, *others)
 
-    monkeypatch.setattr(pages_tasks, "find_tasks", finding)
+    monkeypatch.setattr(pages, "find_tasks", finding)
     text = site.client().get("/bulk?action=cancel&queue=default").text
     assert int(re.findall(r"\d+", heading(text))[0]) > 100
     assert len(limits) > 1

@@ -11,8 +11,8 @@ import pytest
 
 from delaytasks import Status
 from delaytasks.cli.status import read_deployment
-from delaytasks.console import pages_overview, pages_tasks
-from delaytasks.console.pages_tasks import SEARCH_S
+from delaytasks.console import pages
+from delaytasks.console.pages import SEARCH_S
 from delaytasks.console.viewers import Role
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import UTC
@@ -89,9 +89,9 @@ def test_tasks_that_are_due_soon_are_read_from_a_limited_number_of_queues(
     for number in range(4):
         delays.schedule_delay("order.close", {}, 90, queue=f"queue-{number}")
     store = runtime_of(delays).store
-    assert sum(pages_overview.count_due(store, store.database.now())) == 4
-    monkeypatch.setattr(pages_overview, "MOST_QUEUES", 3)
-    assert sum(pages_overview.count_due(store, store.database.now())) == 3
+    assert sum(pages.count_due(store, store.database.now())) == 4
+    monkeypatch.setattr(pages, "MOST_QUEUES", 3)
+    assert sum(pages.count_due(store, store.database.now())) == 3
     delays.close()
 
 
@@ -144,7 +144,7 @@ def test_a_slow_search_asks_to_narrow_it(site: Site, monkeypatch: pytest.MonkeyP
         limits.append(arguments[-1])
         raise SearchTimeoutError("the search took longer than 5 s: narrow its filter")
 
-    monkeypatch.setattr(pages_tasks, "find_tasks", find)
+    monkeypatch.setattr(pages, "find_tasks", find)
     client = site.client()
     for path in ("/tasks?tag=nothing", "/tasks?error=timeout", "/bulk?action=cancel&tag=nothing"):
         answer = client.get(path)

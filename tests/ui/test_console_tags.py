@@ -14,8 +14,8 @@ from flask.testing import FlaskClient
 from sqlalchemy import event
 
 from delaytasks import StoreUnavailableError
-from delaytasks.console import pages_tags
-from delaytasks.console.pages_tags import PERIODS
+from delaytasks.console import pages
+from delaytasks.console.pages import PERIODS
 from delaytasks.console.viewers import Role
 from delaytasks.operate.statistics import Statistics
 from delaytasks.run.observers import OTHER_TAGS
@@ -132,11 +132,11 @@ def test_the_page_of_tags_and_the_suggested_names_do_not_read_the_tasks(own_site
     assert seen
     assert all(store.schema.statistics.name in statement for statement in seen)
     with own_site.app.test_request_context():
-        found = pages_tags.known_names()
+        found = pages.known_names()
         assert found["tag"]
         assert not [each for each in seen if store.schema.tasks.name in each]
         seen.clear()
-        assert pages_tags.known_names() == found
+        assert pages.known_names() == found
         assert seen == [], "all viewers share them for a minute"
 
 
@@ -175,12 +175,12 @@ def test_a_day_of_many_tags_reads_the_busiest(empty: Site, monkeypatch: pytest.M
     for number in range(9):
         write_runs(empty.delays, f"tag.{number}", 2 * MINUTE, number + 1)
         write_runs(empty.delays, f"tag.{number}", 300 * MINUTE, 1)
-    monkeypatch.setattr(pages_tags, "MOST_CHART_ROWS", 18)
+    monkeypatch.setattr(pages, "MOST_CHART_ROWS", 18)
     client = empty.client()
     assert len(rows(client.get("/tags?period=day").text)) == 9
     empty.app.extensions["delaytasks_console"].history.forget()
-    monkeypatch.setattr(pages_tags, "count_rows", lambda *_: 3 * 1440 + 1)
-    monkeypatch.setattr(pages_tags, "MOST_CHART_ROWS", 3 * 1440)
+    monkeypatch.setattr(pages, "count_rows", lambda *_: 3 * 1440 + 1)
+    monkeypatch.setattr(pages, "MOST_CHART_ROWS", 3 * 1440)
     text = client.get("/tags?period=day").text
     assert [row["Tag"] for row in rows(text)] == ["tag.8", "tag.7", "tag.6"]
     assert "Only the 3 tags with the most runs in the last hour are counted" in text
@@ -237,7 +237,7 @@ def test_tags_of_workers_policies_and_statistics_are_suggested(own_site: Site, p
 def test_the_names_are_bounded_and_those_of_policies_stay(
     own_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages_tags, "MOST_SUGGESTED", 4)
+    monkeypatch.setattr(pages, "MOST_SUGGESTED", 4)
     for number in range(5):
         own_site.delays.policies.pause(queue=f"queue-{number}")
     add_worker(own_site, *(f"a.worker.{number}" for number in range(5)))

@@ -1,0 +1,633 @@
+"""The pages: functions that read what their templates show.
+
+First the overview, queues, workers, failures and the forecast, then the tags with charts of their
+runs, policies and recurring schedules, then the tasks and the audit table.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta
+from typing import Any, Literal, NamedTuple, cast
+
+from flask import abort, redirect, request, url_for
+from markupsafe import Markup
+from sqlalchemy import select
+from werkzeug.wrappers import Response
+
+from delaytasks.console.charts import Series, lines, sparkline, stacked_bars, with_legend
+from delaytasks.console.forms import (
+    OFFERS,
+    TaskQuery,
+    chosen_tasks,
+    possible_operations,
+    stored_schedule,
+    typed_text,
+    values_of_schedule,
+)
+from delaytasks.console.requests import SNAPSHOT_S, now, route, runtime, state, viewer
+from delaytasks.console.shown import day_and_time, viewer_zone
+from delaytasks.console.viewers import Role
+from delaytasks.db.store import Store
+from delaytasks.db.task_rows import first_page
+from delaytasks.model.clock import MAX_ID, from_us, monotonic
+from delaytasks.model.errors import DelayTaskError, InvalidInputError, StoreError
+from delaytasks.model.filters import Filter, Filters
+from delaytasks.model.inputs import ALL_QUEUES, check_id, check_tag, parse_duration
+from delaytasks.model.moves import Status, moves_from
+from delaytasks.model.task import DelayedTask, Page
+from delaytasks.operate.forecast import HOUR_S, Forecast, busiest, headline
+from delaytasks.operate.health import Problem, verdict_of
+from delaytasks.operate.operations import NO_LIMIT
+from delaytasks.operate.searches import SearchTimeoutError
+from delaytasks.operate.state import DeploymentState, snapshot
+from delaytasks.operate.statistics import (
+    OTHER_TAGS,
+    RunTotals,
+    SeriesPoint,
+    count_rows,
+    gather_on_time,
+)
+from delaytasks.operate.task_calls import find_tasks
+from delaytasks.operate.why import why
+from delaytasks.recurring.definition import RecurringSchedule
+
+# -- the overview ---------------------------------------------------------------------------------
+
+
+#: Seconds for which all viewers see the same counts of queues, and the same shares on time.
+QUEUES_S, SHARES_S = 5.0, 60.0
+#: The share of tasks that should be on time.
+ON_TIME_TARGET = 0.99
+
+
+@route("/", "overview.html")
+def overview() -> dict[str, Any]:
+    found, cache, zone = state().snapshot(), state().cache, viewer_zone()
+    due = cache.get("due", SNAPSHOT_S, lambda: count_due(runtime().store, found.now))
+    starts = [found.now.astimezone(zone) + n * BAR for n in range(BARS)]
+    statistics, registry = state().delays.statistics, runtime().registry
+    return {
+        "s": found,
+        "now": found.now,
+        "settings": state().delays.settings,
+        "database_url": runtime().store.database.shown_url,
+        "verdict": verdict_of(found, zone, _ahead(found)),
+        "due": due,
+        "is_due_cut": sum(due) >= MOST_DUE,
+        "due_chart": stacked_bars(starts, BAR, [Series("due", "due", due)]),
+        "runs": shown_runs(),
+        "on_time": cache.get("on_time", SHARES_S, lambda: gather_on_time(statistics, registry)),
+        "on_time_target": ON_TIME_TARGET,
+    }
+
+
+def _ahead(found: DeploymentState) -> list[Problem]:
+    """Return a problem if an hour of the last forecast does not fit."""
+    if found.error is not None or not found.alive:
+        return []  # the forecast would be that of assumed processes
+    recent = state().forecast.get()
+    full = None if recent is None else recent[0].first_full
+    if recent is None or full is None or (found.overdue and full.start <= found.now):
+        return []  # the overdue tasks are the peak
+    text = f"A peak is ahead. {headline(recent[0], day_and_time)}"
+    return [Problem("warning", text, "forecast")]
+
+
+#: The bars of the histogram of due times, the time of each, and what is read at most.
+BARS, BAR, MOST_DUE, MOST_QUEUES = 30, timedelta(minutes=1), 5_000, 100
+
+
+def count_due(store: Store, now: datetime) -> list[int]:
+    """Count the waiting tasks that are due in each of the next minutes.
+
+    At most `MOST_DUE` of `MOST_QUEUES` queues are read, and none if the database does not answer.
+    """
+    table, counts = store.schema.tasks, [0] * BARS
+    t, waiting = table.c, Filter(status=frozenset({Status.NOT_COMPLETE}))
+    soon = t.expected_time >= now, t.expected_time < now + BARS * BAR
+    query = select(t.expected_time, t.id).where(*soon)
+    with suppress(StoreError):  # the state of the deployment has the error
+        for at, _ in store.database.autocommitted(
+            lambda c: first_page(c, query, table, waiting, MOST_DUE, most_queues=MOST_QUEUES)
+        ):
+            counts[min((at - now) // BAR, BARS - 1)] += 1
+    return counts
+
+
+# -- queues and workers ---------------------------------------------------------------------------
+
+
+@route("/queues", "lists.html")
+def queues() -> dict[str, Any]:
+    found, store, settings = state().snapshot(), runtime().store, state().delays.settings
+    live = state().cache.get("queues", QUEUES_S, lambda: snapshot(store, settings, found))
+    return {"rows": live.queues, "is_capped": live.is_capped, "s": found}
+
+
+@route("/workers", "lists.html")
+def workers() -> dict[str, Any]:
+    return {"s": state().snapshot()}
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+#: Tasks that the page of a group shows.
+SHOWN_FAILURES = 50
+
+
+@route("/failures", "lists.html")
+def failures() -> dict[str, Any]:
+    found = state().snapshot()
+    return {"rows": found.groups, "s": found}
+
+
+@route("/failures/<name>", "tasks.html")
+def failure(name: str) -> dict[str, Any]:
+    found = state().snapshot()
+    group = next((group for group in found.groups if group.name == name), None) or abort(404)
+    tasks, problem = Page([], None), ""
+    try:
+        tasks = Searches().find(**group.filters, limit=SHOWN_FAILURES, newest_first=True)
+    except SearchTimeoutError as error:
+        problem = str(error)
+    return {
+        "group": group,
+        "found": tasks,
+        "actions": possible_operations(group.filters["status"]),
+        "problem": problem,
+        "s": found,
+    }
+
+
+# -- the forecast ---------------------------------------------------------------------------------
+
+
+#: Seconds for which all viewers see the same forecast, and the hours in the table.
+FORECAST_S, HOURS_SHOWN = 60.0, 12
+FORECAST_DAYS = {"day": 1, "week": 7, "month": 30}
+
+
+@route("/forecast", "forecast.html")
+def forecast() -> dict[str, Any]:
+    period, typed = request.args.get("period", "week"), request.args.get("processes", "").strip()
+    period, processes = (
+        period if period in FORECAST_DAYS else "week",
+        request.args.get("processes", type=int),
+    )
+    if typed and processes is None:
+        raise InvalidInputError(f"processes is a number, not {typed!r:.40}", "processes")
+    found = state().cache.get(
+        ("forecast", period, processes),
+        FORECAST_S,
+        lambda: state().delays.forecast(FORECAST_DAYS[period], processes=processes),
+    )
+    due, busy = _charts(found)
+    return {
+        "period": period,
+        "periods": list(FORECAST_DAYS),
+        "processes": processes,
+        "f": found,
+        "headline": headline(found, day_and_time),
+        "hours": busiest(found, HOURS_SHOWN),
+        "an_hour": timedelta(seconds=HOUR_S),
+        "due": due,
+        "busy": busy,
+    }
+
+
+def _charts(found: Forecast) -> list[Markup]:
+    """Return charts of the tasks that are due in each hour, and of the time that they need."""
+    first = int(found.made_at.timestamp() // HOUR_S)
+    end = math.ceil(found.until.timestamp() / HOUR_S)
+    starts = [from_us(number * HOUR_S * 1_000_000) for number in range(first, end)]
+    known = {hour.start: hour for hour in found.hours}
+    hours = [known.get(start) for start in starts]
+    # The largest tag has a colour of its own.
+    tag = found.tags[0].tag if found.tags else ""
+    largest = [hour.due_by_tag.get(tag, 0) if hour else 0 for hour in hours]
+    others = [hour.due - hour.due_by_tag.get(tag, 0) if hour else 0 for hour in hours]
+    due = [Series(tag, "due", largest)] if tag else []
+    due.append(Series("other tags", "other", others))
+    percent = [round(100 * hour.utilization) if hour else 0 for hour in hours]
+    busy = [
+        Series("% of the hour", "done", [each if each <= 100 else 0 for each in percent]),
+        Series("more than the hour", "failed", [each if each > 100 else 0 for each in percent]),
+    ]
+    local, length = [start.astimezone(viewer_zone()) for start in starts], timedelta(seconds=HOUR_S)
+    return [with_legend(parts, stacked_bars(local, length, parts)) for parts in (due, busy)]
+
+
+# -- the runs of a period, which all viewers share for some time ----------------------------------
+
+
+class ChartPeriod(NamedTuple):
+    since: str
+    step: str
+    #: Seconds for which all viewers see the same chart.
+    kept_s: float
+
+
+PERIODS = {
+    "hour": ChartPeriod("1h", "1m", 10.0),
+    "day": ChartPeriod("1d", "15m", 60.0),
+    "two days": ChartPeriod("2d", "30m", 300.0),
+}
+#: The most rows that a long chart reads: one for each minute and tag.
+MOST_CHART_ROWS = 100_000
+UNREADABLE = "The statistics cannot be read: {}"
+_OUTCOMES = ("done", "failed", "retried", "cancelled")
+
+
+class Runs(NamedTuple):
+    """The runs of a period by step."""
+
+    points: Sequence[SeriesPoint]
+    #: The number of tags that were read, if all of them have more than `MOST_CHART_ROWS` rows.
+    cut_to: int | None = None
+
+    def by_tag(self) -> dict[str, dict[int, RunTotals]]:
+        """Return the totals of each tag by the number of the step."""
+        steps: dict[str, dict[int, RunTotals]] = {}
+        for number, point in enumerate(self.points):
+            for tag, total in point.tags.items():
+                steps.setdefault(tag, {})[number] = total
+        return steps
+
+
+def read_runs(name: str, tag: str | None = None) -> Runs:
+    """Return the runs of all tags in a period, or of one tag."""
+    period = PERIODS[name]
+
+    def read() -> Runs:
+        busiest = None if tag is not None or name == "hour" else _busiest_tags(period)
+        tags = busiest if tag is None else [tag]
+        points = state().delays.statistics.series(since=period.since, step=period.step, tags=tags)
+        return Runs(points, None if busiest is None else len(busiest))
+
+    return state().history.get(("runs", name, tag), period.kept_s, read)
+
+
+def _busiest_tags(period: ChartPeriod) -> list[str] | None:
+    """Return the tags with the most runs in the last hour; None if all tags can be read."""
+    end, length = now(), parse_duration(period.since)
+    if count_rows(runtime().store, end - length, end, MOST_CHART_ROWS + 1) <= MOST_CHART_ROWS:
+        return None
+    most = max(MOST_CHART_ROWS // int(length.total_seconds() / 60), 1)
+    return [each.tag for each in read_tags("hour")[0][:most]]
+
+
+def chosen_period() -> str:
+    """Return the period in the address of this request."""
+    name = request.args.get("period", "hour")
+    return name if name in PERIODS else "hour"
+
+
+def shown_runs(tag: str | None = None) -> dict[str, Any]:
+    """Return what a page shows of the chosen period.
+
+    A database that does not answer is a part of the result.
+    """
+    name, found, problem = chosen_period(), Runs([]), None
+    try:
+        found = read_runs(name, tag)
+    except StoreError as error:
+        problem = UNREADABLE.format(error)
+    total = RunTotals.total(point.total for point in found.points)
+    counts = {outcome: getattr(total, outcome) for outcome in _OUTCOMES}
+    return {
+        "period": name,
+        "periods": list(PERIODS),
+        "step": PERIODS[name].step,
+        "points": found.points,
+        "total": total,
+        "outcomes": ", ".join(f"{count:,} {outcome}" for outcome, count in counts.items() if count),
+        "cut_to": found.cut_to,
+        "problem": problem,
+        "throughput": _throughput,
+        "quantiles": _quantiles,
+    }
+
+
+def _throughput(points: Sequence[SeriesPoint], step: str) -> Markup:
+    """Return a chart of the runs of each step by outcome."""
+    totals = [point.total for point in points]
+    parts = [
+        Series("done", "done", [one.done for one in totals]),
+        Series("retried", "retried", [one.retried for one in totals]),
+        Series("failed", "failed", [one.failed for one in totals]),
+        Series("cancelled or expired", "other", [one.cancelled + one.expired for one in totals]),
+    ]
+    starts = [point.start.astimezone(viewer_zone()) for point in points]
+    return with_legend(parts, stacked_bars(starts, parse_duration(step), parts))
+
+
+def _quantiles(
+    points: Sequence[SeriesPoint], step: str, of: Literal["lateness", "duration"], verb: str
+) -> Markup:
+    """Return a chart of the lateness or the durations of the runs of each step."""
+    parts = [
+        Series(
+            f"p{percent}: {some} {verb}",
+            f"p{percent}",
+            [getattr(point.total, f"{of}_quantile")(percent / 100) for point in points],
+        )
+        for percent, some in ((50, "half"), (99, "99 of 100"))
+    ]
+    starts = [point.start.astimezone(viewer_zone()) for point in points]
+    return with_legend(parts, lines(starts, parse_duration(step), parts))
+
+
+# -- the list of tags, and one tag ----------------------------------------------------------------
+
+
+#: Seconds for which all viewers see the same list, besides those of the runs that it is made of.
+LIST_KEPT_S = 10.0
+#: The most bars of a sparkline, each with one or more steps, and the most rows of the page.
+MOST_BARS, SHOWN_TAGS = 32, 100
+
+
+class TagRuns(NamedTuple):
+    """The runs of one tag."""
+
+    tag: str
+    total: RunTotals
+    spark: Markup
+
+
+def read_tags(period: str) -> tuple[list[TagRuns], int | None]:
+    """Return the tags of a period, those with the most runs first, and `Runs.cut_to`."""
+
+    def read() -> tuple[list[TagRuns], int | None]:
+        runs = read_runs(period)
+        found = [_of_tag(tag, steps, len(runs.points)) for tag, steps in runs.by_tag().items()]
+        return sorted(found, key=lambda each: (-each.total.started, each.tag)), runs.cut_to
+
+    return state().history.get(("tags", period), LIST_KEPT_S, read)
+
+
+def _of_tag(tag: str, steps: dict[int, RunTotals], count: int) -> TagRuns:
+    of_bar = -(-count // MOST_BARS)
+    bars = [0] * -(-count // of_bar)
+    for number, total in steps.items():
+        bars[number // of_bar] += total.started
+    label = f"runs by time, at most {max(bars):,} in one of {len(bars)} bars"
+    return TagRuns(tag, RunTotals.total(steps.values()), sparkline(bars, label))
+
+
+@route("/tags", "lists.html")
+def tags() -> dict[str, Any]:
+    period, part = chosen_period(), request.args.get("contains", "").strip()
+    found, cut_to, problem = list[TagRuns](), None, None
+    try:
+        found, cut_to = read_tags(period)
+    except StoreError as error:
+        problem = UNREADABLE.format(error)
+    matching = [each for each in found if part.lower() in each.tag.lower()]
+    return {
+        "period": period,
+        "periods": list(PERIODS),
+        "rows": matching[:SHOWN_TAGS],
+        "more": len(matching) - SHOWN_TAGS,
+        "cut_to": cut_to,
+        "contains": part,
+        "problem": problem,
+        "other_tags": OTHER_TAGS,
+    }
+
+
+# The name is no part of the path, since a tag may contain slashes, or be "..".
+@route("/tag", "tag.html")
+def tag() -> dict[str, Any]:
+    name, found = check_tag(request.args.get("name", "")), state().snapshot()
+    policies = (each for each in found.policies if (each.kind, each.name) == ("tag", name))
+    return {
+        "s": found,
+        "tag": name,
+        "runs": shown_runs(name),
+        "policy": next(policies, None),
+        "groups": [group for group in found.groups if group.tag == name],
+        "is_other": name == OTHER_TAGS,
+    }
+
+
+# -- policies, and recurring schedules ------------------------------------------------------------
+
+
+@route("/policies", "lists.html")
+def policies() -> dict[str, Any]:
+    found, tag = state().snapshot(), request.args.get("tag", "").strip()
+    stored = state().delays.policies.list(tag=tag) if tag else []
+    limits = ("concurrency", "concurrency_per_key")
+    values = {
+        "tag": tag,
+        **{name: getattr(policy, name) for policy in stored for name in limits},
+        "rate": next((policy.rate_text for policy in stored), None),
+    }
+    return {
+        "rows": found.policies,
+        "edited": tag if any(policy.has_limits for policy in stored) else None,
+        "values": {name: NO_LIMIT if value is None else value for name, value in values.items()},
+    }
+
+
+#: The schedules of a page, and the occurrences that are shown of each.
+SCHEDULES_PER_PAGE, NEXT = 100, 3
+
+
+@route("/recurring", "lists.html")
+def recurring() -> dict[str, Any]:
+    after = request.args.get("after") or None
+    found = state().delays.recurring.list(after=after, limit=SCHEDULES_PER_PAGE)
+    edited, values = stored_schedule(request.args.get("name", "").strip()), dict[str, str]()
+    if edited is not None:
+        values = {name: typed_text(each) for name, each in values_of_schedule(edited).items()}
+        with suppress(ValueError, RecursionError):  # this process may have no key to decrypt it
+            values["body"] = json.dumps(edited.body, ensure_ascii=False, indent=2)
+    return {
+        "rows": [(each, _next(each)) for each in found],
+        "following": found[-1].name if len(found) == SCHEDULES_PER_PAGE else None,
+        "edited": edited,
+        "values": values,
+    }
+
+
+def _next(schedule: RecurringSchedule) -> list[datetime]:
+    try:
+        return schedule.next(NEXT, now())
+    except DelayTaskError:  # another program has written the timing
+        return []
+
+
+# -- the names that fields suggest ----------------------------------------------------------------
+
+
+#: The most names of each kind, and the seconds for which all viewers see the same ones.
+MOST_SUGGESTED, KNOWN_S = 200, 60.0
+
+
+def known_names() -> dict[str, list[str]]:
+    """Return the tags and the queues of workers, policies and statistics, sorted.
+
+    No task is read. Of more than `MOST_SUGGESTED` tags, those of policies and workers come first,
+    and then those with the most runs of the last hour.
+    """
+    return state().history.get("known_names", KNOWN_S, _read_names)
+
+
+def _read_names() -> dict[str, list[str]]:
+    store, settings = runtime().store, runtime().settings
+    known = {"tag": list[str](), "queue": [settings.default_queue]}
+    with suppress(StoreError):  # a database that does not answer has no names
+        for policy in store.policies.read():
+            known[policy.kind].append(policy.name)
+        for worker in store.workers.registered(now(), settings.silent_s):
+            known["tag"] += worker.tags or ()
+            known["queue"] += worker.queues
+    with suppress(StoreError):
+        known["tag"] += (each.tag for each in read_tags("hour")[0])
+    for kind, names in known.items():
+        different = [name for name in dict.fromkeys(names) if name not in (OTHER_TAGS, ALL_QUEUES)]
+        known[kind] = sorted(different[:MOST_SUGGESTED])
+    return known
+
+
+# -- the list, and one task -----------------------------------------------------------------------
+
+
+#: Seconds after which a search ends, and the least limit of a search that continues an earlier one.
+SEARCH_S, LEAST_SEARCH_S = 5.0, 0.1
+TASKS_PER_PAGE = 50
+
+
+class Searches:
+    """Reads pages of tasks. All pages together end after `SEARCH_S` seconds."""
+
+    def __init__(self) -> None:
+        self._began = monotonic()
+
+    def find(
+        self, *, limit: int, cursor: str | None = None, newest_first: bool = False, **filters: Any
+    ) -> Page:
+        """Return a page like `DelayTasks.find`, or raise `SearchTimeoutError`."""
+        left_s = max(SEARCH_S - (monotonic() - self._began), LEAST_SEARCH_S)
+        where = cast("Filters", filters)
+        return find_tasks(runtime(), where, cursor, limit, newest_first, None, left_s)
+
+
+@route("/tasks", "tasks.html")
+def tasks() -> dict[str, Any] | Response:
+    if id := request.args.get("id", "").strip():
+        return redirect(url_for("task", id=check_id(id)), 303)
+    problem, found, query = None, Page([], None), TaskQuery({}, {})
+    cursor, is_oldest_first = request.args.get("cursor"), request.args.get("order") == "oldest"
+    try:
+        query = TaskQuery.read(request.args)
+        if "meta" in query.filters and viewer().role < Role.OPERATE:
+            raise InvalidInputError(
+                "your role does not show meta, so it cannot search by meta", "meta"
+            )
+        where, is_newest_first = dict(query.filters), not is_oldest_first
+        if "error" in where:  # it has no index, but FAILED tasks are few
+            where.setdefault("status", Status.FAILED)
+        found = Searches().find(
+            **where, cursor=cursor or None, newest_first=is_newest_first, limit=TASKS_PER_PAGE
+        )
+    except (InvalidInputError, SearchTimeoutError) as error:
+        problem = str(error)
+    return {
+        "query": query,
+        "order": {"order": "oldest"} if is_oldest_first else {},
+        "cursor": cursor,
+        "found": found,
+        "problem": problem,
+        "statuses": [status.name for status in Status],
+        "actions": possible_operations(query.filters.get("status", ())),
+    }
+
+
+@route("/tasks/<id>", "task.html")
+def task(id: str) -> dict[str, Any]:
+    delays = state().delays
+    found = delays.get(check_id(id))
+    reasons = why(runtime(), found)
+    schedules = (reason.name for reason in reasons if reason.code == "recurring")
+    return {
+        "task": found,
+        "attempts": delays.get(found, attempts=True).attempts,
+        "schedule": next(schedules, None),
+        # The console does not know how its viewers call the command line.
+        "reasons": [(r.sentence, "" if ": delaytasks " in r.remedy else r.remedy) for r in reasons],
+        "moves": set(moves_from(found.status)),
+    }
+
+
+# -- many tasks, and the audit table --------------------------------------------------------------
+
+
+#: Tasks that are counted before a viewer confirms, in pages of this size: they contain the bodies.
+MOST_MATCHES_COUNTED, COUNT_PAGE = 5_000, 100
+#: Tasks that are shown as examples, and entries on a page of the audit table.
+EXAMPLE_TASKS, AUDIT_ENTRIES = 10, 200
+
+
+@route("/bulk", "bulk.html", Role.OPERATE)
+def bulk() -> dict[str, Any]:
+    """Count the tasks that an operation would change, before the viewer confirms it."""
+    name = request.args.get("action", "")
+    if name not in possible_operations():
+        abort(404)
+    filters, movable = chosen_tasks(name, request.args)
+    count, has_more, examples = _counted({**filters, "status": movable})
+    return {
+        "action": name,
+        "word": OFFERS[name].word,
+        "count": count,
+        "has_more": has_more,
+        "examples": examples,
+        "kept": TaskQuery.read(request.args).typed,
+        "selected": len(set(filters.get("ids", ()))),
+        "values": request.args,
+    }
+
+
+def _counted(filters: dict[str, Any]) -> tuple[int, bool, list[DelayedTask]]:
+    """Return the number of tasks, whether there may be more, and some of them."""
+    count, cursor, examples = 0, None, list[DelayedTask]()
+    searches = Searches()
+    while count < MOST_MATCHES_COUNTED:
+        try:
+            found = searches.find(**filters, cursor=cursor, limit=COUNT_PAGE)
+        except SearchTimeoutError:
+            if not count:
+                raise
+            break
+        count, cursor = count + len(found), found.cursor
+        examples = examples or list(found)[:EXAMPLE_TASKS]
+        if cursor is None:
+            return count, False, examples
+    return count, True, examples
+
+
+@route("/audit/<id>", "bulk.html")
+def entry(id: str) -> dict[str, Any]:
+    """The page of a log entry, which follows a bulk operation wherever it runs."""
+    found = runtime().store.bulk.audit.get(check_id(id)) or abort(404)
+    word = OFFERS[found.action].word if found.action in OFFERS else found.action
+    is_ours = found.id in state().stops  # until its end is seen in all numbers
+    return {"entry": found, "word": word, "is_ours": is_ours}
+
+
+@route("/audit", "lists.html")
+def audit() -> dict[str, Any]:
+    log, before = state().delays.bulk.log, request.args.get("before", type=int)
+    before = None if before is None else min(max(before, 1), MAX_ID)
+    entries = state().cache.get(
+        ("audit", before), 2.0, lambda: log(limit=AUDIT_ENTRIES + 1, before=before)
+    )
+    shown = entries[:AUDIT_ENTRIES]
+    return {"rows": shown, "following": shown[-1].id if len(entries) > AUDIT_ENTRIES else None}
