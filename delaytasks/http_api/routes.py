@@ -92,10 +92,8 @@ class Route:
         return {name: each for name, each in given.items() if name not in _NOT_OF_CALLERS}
 
     @cached_property
-    def request(self) -> JSONSchema | None:
-        """The schema of the body; None for a route without a body. Other names are refused."""
-        if self.method == "GET":
-            return None
+    def schema(self) -> JSONSchema:
+        """The schema of the query or of the body. Other names are refused."""
         schema: dict[str, Any] = {
             "type": "object",
             "properties": {name: each.schema for name, each in self.parameters.items()},
@@ -108,8 +106,12 @@ class Route:
         return schema
 
     @property
+    def has_body(self) -> bool:
+        return self.method != "GET"
+
+    @property
     def needs_body(self) -> bool:
-        return self.request is not None and not self.request.keys().isdisjoint(_REQUIRING)
+        return self.has_body and not self.schema.keys().isdisjoint(_REQUIRING)
 
     @property
     def takes_idempotency_key(self) -> bool:
@@ -143,25 +145,11 @@ ROUTES = [
     for name, (method, path) in operation.routes.items()
 ]
 
-# -- the checks of a request ----------------------------------------------------------------------
+# -- a request ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ApiRequest:
-    """A request of a known caller, whose values match the schemas of its route."""
-
-    delays: DelayTasks
-    key: ApiKey
-    route: Route
-    #: The arguments of the operation.
-    values: Mapping[str, Any]
-    idempotency_key: str | None
-
-
-def _admitted(
-    delays: DelayTasks, keys: ApiKeys | ApiKeyFile, route: Route, path: Mapping[str, str]
-) -> ApiRequest:
-    """Return the checked request of Flask's context, or raise the error that refuses it."""
+def _perform(delays: DelayTasks, keys: ApiKeys | ApiKeyFile, route: Route, **path: str) -> Response:
+    """Check the request of Flask's context, and perform its operation."""
     kind, _, presented = request.headers.get("Authorization", "").partition(" ")
     key = keys.find(presented.strip()) if kind.lower() == "bearer" else None
     if key is None:
@@ -170,16 +158,20 @@ def _admitted(
     is_for_all = route.operation.who in key.rights
     if not is_for_all and not (key.tags and route.is_of_tag):
         raise _forbidden(route)
-    given = _query(route) if route.request is None else _body(route)
+    given = _body(route) if route.has_body else _query(route)
+    check_value(given, route.schema, "the body" if route.has_body else "the query")
     values = {name: route.parameters[name].read(value) for name, value in given.items()}
     if path:
         values["task"] = path["id"]
-    found = ApiRequest(delays, key, route, values, _idempotency_key(route))
-    if not is_for_all and not key.covers(_tag_of(found)):
+    once = _idempotency_key(route)
+    if not is_for_all and not key.covers(_tag_of(delays, key, values)):
         raise _forbidden(route)
     if route.takes_idempotency_key:
-        _check_new(found)
-    return found
+        _check_new(delays, key, values, once)
+    schedule = partial(route.operation.call, delays)
+    if once is None:
+        return _json(document_of(schedule(**values)))
+    return _json(_scheduled_once(delays, schedule, values, [key.name, once]).as_json())
 
 
 def _forbidden(route: Route) -> Exception:
@@ -188,41 +180,43 @@ def _forbidden(route: Route) -> Exception:
     )
 
 
-def _tag_of(request: ApiRequest) -> str:
+def _tag_of(delays: DelayTasks, key: ApiKey, values: Mapping[str, Any]) -> str:
     """Return the tag that a request concerns.
 
     If the caller's scopes do not cover the tag of the task in the path, the error is that of a
     missing task, so that callers cannot find out which ids exist.
     """
-    if "task" not in request.values:
-        return str(request.values.get("tag", CALLBACK))
-    id = request.values["task"]
+    if "task" not in values:
+        return str(values.get("tag", CALLBACK))
+    id = values["task"]
     try:
-        tag = request.delays.get(id).tag
+        tag = delays.get(id).tag
     except TaskNotFoundError:
         tag = None
-    if tag is None or not request.key.covers(tag):
+    if tag is None or not key.covers(tag):
         raise TaskNotFoundError(f"no task that this API key may see has the id {id}")
     return tag
 
 
-def _check_new(request: ApiRequest) -> None:
+def _check_new(
+    delays: DelayTasks, caller: ApiKey, values: Mapping[str, Any], once: str | None
+) -> None:
     """Refuse a new task with a tag, a key or a queue that a request may not choose."""
-    tag, key, queue = (request.values.get(name) for name in ("tag", "key", "queue"))
+    tag, key, queue = (values.get(name) for name in ("tag", "key", "queue"))
     if tag is not None and tag.startswith((OWN_PREFIX, CELERY_PREFIX)):
         problem = f"tasks of the tag {tag!r} are not scheduled by this route"
         raise InvalidInputError(problem, "tag")
     if key is not None and key.startswith(IDEMPOTENCY_START):
         raise InvalidInputError(f"keys that start with {IDEMPOTENCY_START!r} are reserved", "key")
-    if key is not None and request.idempotency_key is not None:
+    if key is not None and once is not None:
         raise InvalidInputError(
             f"a request has a key or the header {IDEMPOTENCY.name}: with a key, on_conflict: keep "
             "returns the task of an earlier request",
             "key",
         )
     # No worker serves a queue that somebody has invented, and each queue costs a query.
-    known = {request.delays.settings.default_queue, *request.delays.settings.queues.values()}
-    if queue is not None and queue not in known and not request.key.may_name(queue):
+    known = {delays.settings.default_queue, *delays.settings.queues.values()}
+    if queue is not None and queue not in known and not caller.may_name(queue):
         raise exceptions.Forbidden(
             f"The setting queues does not name the queue {shown(queue)}, and no scope "
             "queue:PATTERN of this API key matches it."
@@ -230,18 +224,13 @@ def _check_new(request: ApiRequest) -> None:
 
 
 def _query(route: Route) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, texts in request.args.lists():
-        parameter = route.parameters.get(name)
-        if parameter is None:
-            names = ", ".join(route.parameters) or "none"
-            raise InvalidInputError(f"unknown query parameter {shown(name)} (known: {names})", name)
-        if len(texts) > 1 and not parameter.is_many:
-            raise InvalidInputError(f"the query parameter {name} is given several times", name)
-        schema = parameter.schema
-        found[name] = texts if parameter.is_many else _converted(texts[0], schema.get("type"))
-        check_value(found[name], schema, f"the query parameter {name}")
-    return found
+    types = {name: each.schema.get("type") for name, each in route.parameters.items()}
+    return {
+        name: _converted(texts[0], types.get(name))
+        if len(texts) == 1 and types.get(name) != "array"
+        else texts
+        for name, texts in request.args.lists()
+    }
 
 
 def _converted(text: str, kind: object) -> Any:
@@ -252,7 +241,7 @@ def _converted(text: str, kind: object) -> Any:
     return int(text) if is_number else text
 
 
-def _body(route: Route) -> dict[str, Any]:
+def _body(route: Route) -> Any:
     if request.args:
         name = next(iter(request.args))
         raise InvalidInputError(f"{route.name} has no query: send {shown(name)} in the body", name)
@@ -263,11 +252,9 @@ def _body(route: Route) -> dict[str, Any]:
         said = "The body is JSON: send Content-Type: application/json."
         raise exceptions.UnsupportedMediaType(said)
     try:
-        body = json.loads(data, parse_constant=_refuse_constant)
+        return json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"the body is not JSON: {error}", "body") from None
-    check_value(body, route.request or {}, "the body")
-    return dict(body)
 
 
 def _data() -> bytes:
@@ -345,7 +332,7 @@ def _problem(
     return Response(json.dumps(document), status, content_type=PROBLEM_TYPE)
 
 
-# -- perform the operation ------------------------------------------------------------------------
+# -- requests with an Idempotency-Key --------------------------------------------------------------
 
 #: The keys of tasks that were scheduled with an Idempotency-Key. No request may name such a key,
 #: because its task would answer requests of another caller.
@@ -360,20 +347,23 @@ class _ScheduledBeforeError(Exception):
         self.task = task
 
 
-def _scheduled_once(request: ApiRequest) -> DelayedTask:
+def _scheduled_once(
+    delays: DelayTasks,
+    schedule: Callable[..., DelayedTask],
+    values: Mapping[str, Any],
+    caller: list[str],
+) -> DelayedTask:
     """Schedule a task, unless a request with the same Idempotency-Key has scheduled it.
 
     The task's key is a hash of the names of the API key and of the Idempotency-Key. Of several
     simultaneous requests, one inserts its row and the others return that row.
     """
-    values, delays = request.values, request.delays
-    caller = json.dumps([request.key.name, request.idempotency_key])
-    digest = hashlib.sha256(caller.encode(errors="surrogatepass")).hexdigest()
+    digest = hashlib.sha256(json.dumps(caller).encode(errors="surrogatepass")).hexdigest()
     named = {"tag": values.get("tag", CALLBACK), "key": IDEMPOTENCY_START + digest[:32]}
     options = {**values, "key": named["key"], "on_conflict": "keep"}
 
     def insert(on: Any) -> DelayedTask:
-        task: DelayedTask = request.route.operation.call(delays, **options, session=on)
+        task = schedule(**options, session=on)
         # A row keeps its key when it ends, but no unique key prevents this insert then. The look
         # comes after the insert, because from then on the key of this row prevents others.
         found = delays.find(**named, limit=2, session=on)
@@ -438,9 +428,9 @@ def make_api(
     app = Flask(__name__, static_folder=None)
     app.config.update(MAX_CONTENT_LENGTH=most_bytes, PROVIDE_AUTOMATIC_OPTIONS=False)
     app.url_map.merge_slashes = False
-    admitted = partial(_admitted, delays, keys)
     for route in ROUTES:
-        _add(app, route, admitted)
+        rule, perform = route.path.replace("{id}", "<id>"), partial(_perform, delays, keys, route)
+        app.add_url_rule(rule, route.name, perform, methods=[route.method])
     app.add_url_rule(DOCUMENT_PATH, view_func=_document)
     Probes(delays).add_to(app)
     app.after_request(_with_headers)
@@ -448,16 +438,6 @@ def make_api(
     app.register_error_handler(exceptions.HTTPException, of_http)
     app.register_error_handler(Exception, broken)
     return app
-
-
-def _add(app: Flask, route: Route, admitted: Callable[..., ApiRequest]) -> None:
-    def view(**path: str) -> Response:
-        found = admitted(route, path)
-        if found.idempotency_key is not None:
-            return _json(_scheduled_once(found).as_json())
-        return _json(document_of(route.operation.call(found.delays, **found.values)))
-
-    app.add_url_rule(route.path.replace("{id}", "<id>"), route.name, view, methods=[route.method])
 
 
 def _document() -> Response:
@@ -519,11 +499,11 @@ def _operation(route: Route) -> dict[str, Any]:
     parameters = operation["parameters"]
     if "{id}" in route.path:
         parameters.append({"name": "id", "in": "path", "required": True, "schema": TASK_ID.schema})
-    if route.request is None:
-        parameters += (_placed(each, "query") for each in route.parameters.values())
-    else:
-        body = {"application/json": {"schema": route.request}}
+    if route.has_body:
+        body = {"application/json": {"schema": route.schema}}
         operation["requestBody"] = {"required": route.needs_body, "content": body}
+    else:
+        parameters += (_placed(each, "query") for each in route.parameters.values())
     if route.takes_idempotency_key:
         parameters.append(_placed(IDEMPOTENCY, "header"))
     return operation

@@ -8,7 +8,7 @@ from typing import Any
 
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.moves import Status
-from delaytasks.model.text import needs_extra
+from delaytasks.model.text import needs_extra, shown
 from delaytasks.operate.operations import TASK_ID, VERSION
 
 with needs_extra("api", "the HTTP API"):
@@ -87,7 +87,10 @@ def check_value(value: Any, schema: JSONSchema, name: str) -> None:
     if error.validator == "required":
         argument = next(each for each in error.validator_value if each not in error.instance)
     elif error.validator == "additionalProperties":
-        argument = next(each for each in error.instance if each not in error.schema["properties"])
+        known = error.schema["properties"]
+        argument = next(each for each in error.instance if each not in known)
+        said = f"{name} has {shown(argument)}, and known are: {', '.join(known) or 'none'}"
+        raise InvalidInputError(said[:MESSAGE_LENGTH], argument)
     elif error.validator == "oneOf":
         choices = [name for each in error.validator_value for name in each["required"]]
         raise InvalidInputError(f"{name}: give one of {', '.join(choices)}", choices[0])

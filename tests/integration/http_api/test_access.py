@@ -50,7 +50,7 @@ def call(caller: ApiCaller, route: Route, id: int) -> int:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_route_is_refused_without_its_scope(site: ApiSite, name: str) -> None:
     route = BY_NAME[name]
-    assert (route.request is None) == (name not in BODIES)
+    assert route.has_body == (name in BODIES)
     allowed, refused = ALLOWED[route.operation.who, route.is_of_tag]
     if name == "scheduleCallback":
         allowed, refused = ["schedule:delaytasks.*"], [*refused, "schedule:*"]
