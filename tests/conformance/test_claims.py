@@ -73,17 +73,6 @@ def test_a_claim_skips_rows_that_are_not_due_have_moved_or_are_unknown(world: Wo
 
 
 @pytest.mark.quick
-def test_a_claim_of_no_rows_executes_no_statement(world: World) -> None:
-    with world.statements() as seen:
-        assert world.claim() == []
-        assert world.worker().settle([]) == set()
-        assert world.worker().unclaimed() == {}
-        assert seen == []
-        world.now()
-        assert len(seen) == 1
-
-
-@pytest.mark.quick
 def test_a_claim_skips_a_locked_row_without_waiting(world: World) -> None:
     if not world.has_row_locks:
         return
@@ -105,21 +94,6 @@ def test_claim_due_takes_the_highest_priority_first_then_the_oldest(world: World
     assert ids(three) == [high_old.id, high_new.id, low_old.id]
     assert ids(world.claim_due(priorities=[0, 9], most=3)) == [low_new.id]
     assert world.claim_due(priorities=[0, 9], most=3) == []
-
-
-@pytest.mark.quick
-def test_a_row_that_lapsed_is_claimed_alone(world: World) -> None:
-    bad, good, worker = world.put(), world.put(), world.worker()
-    [lost] = world.claim(bad)
-    world.lapse(lost)
-    bad = world.read(bad)
-    assert (bad.status, bad.lapses, bad.version) == (Status.NOT_COMPLETE, 1, lost.version + 1)
-    assert ids(world.claim(bad, good)) == [good.id]
-    assert world.claim_due() == []
-    assert worker.claim_alone(bad, lost.version) == []
-    [alone] = worker.claim_alone(bad)
-    assert (alone.id, alone.lapses, alone.runs) == (bad.id, 1, 2)
-    assert worker.claim_alone(bad) == []
 
 
 @pytest.mark.quick
@@ -217,56 +191,33 @@ def test_each_level_has_its_own_position(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_a_row_left_locked_delays_no_other_row(make_world: Any, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr("delaytasks.db.database.RETRY_FOR_S", 0)
-    world: World = make_world(lease=2, _chunk_time_budget_s=0.5)
-    engine = create_engine(world.url)
-    connection = engine.connect()
-    t = world.table()
-
-    @world.delays.processor("lock")
-    def lock(body: Any, task: DelayedTask) -> None:
-        connection.execute(update(t).where(t.c.id == task.id).values(lapses=0))
-
-    locking = world.schedule("lock")
-    # SQLite locks the whole database, so tasks that no worker can settle run again.
-    others = [world.schedule() for _ in range(4 if world.has_row_locks else 0)]
-    try:
-        with pytest.raises(StoreUnavailableError):
-            world.run(locking, *others)
-        assert world.statuses(others) == ["DONE"] * len(others)
-    finally:
-        connection.rollback()
-        engine.dispose()
-    told = world.told("task.row_locked")[-1]
-    assert (told["id"], told["tag"]) == (locking.id, "lock")
-    assert "commit or roll back before the processor returns" in told["remedy"]
-    assert world.told("store.down") == []
-    assert world.statuses([locking]) == ["RUNNING"], "its lease ends, and it runs again"
-
-
-@pytest.mark.slow
-def test_many_locked_rows_are_tried_in_bounded_time(
-    make_world: Any, monkeypatch: MonkeyPatch
+@pytest.mark.parametrize("locking", [1, MAX_LOCKED + 4], ids=["one", "many"])
+def test_a_row_left_locked_delays_no_other_row(
+    make_world: Any, monkeypatch: MonkeyPatch, locking: int
 ) -> None:
     monkeypatch.setattr("delaytasks.db.database.RETRY_FOR_S", 0)
     world: World = make_world(lease=2, _chunk_time_budget_s=0.5)
-    if not world.has_row_locks:
-        pytest.skip("a lock is on the whole database")
-    engine = create_engine(world.url)
+    # SQLite locks the whole database, so tasks that no worker can settle run again.
+    others = [world.schedule() for _ in range(4 if world.has_row_locks and locking == 1 else 0)]
+    engine, t = create_engine(world.url), world.table()
     with engine.connect() as connection:
-        t = world.table()
 
         @world.delays.processor("lock")
         def lock(body: Any, task: DelayedTask) -> None:
             connection.execute(update(t).where(t.c.id == task.id).values(lapses=0))
 
-        locking = [world.schedule("lock") for _ in range(MAX_LOCKED + 4)]
+        tasks = [world.schedule("lock") for _ in range(locking if world.has_row_locks else 1)]
         with pytest.raises(StoreUnavailableError):
-            world.run(*locking)
+            world.run(*tasks, *others)
+        assert world.statuses(others) == ["DONE"] * len(others)
         connection.rollback()
     engine.dispose()
-    assert len(world.told("task.row_locked")) == MAX_LOCKED, "each try takes a second"
+    told = world.told("task.row_locked")
+    assert len({one["id"] for one in told}) == min(len(tasks), MAX_LOCKED), "a try takes a second"
+    assert (told[-1]["tag"], told[-1]["id"] in {task.id for task in tasks}) == ("lock", True)
+    assert "commit or roll back before the processor returns" in told[-1]["remedy"]
+    assert world.told("store.down") == []
+    assert world.statuses(tasks[:1]) == ["RUNNING"], "its lease ends, and it runs again"
 
 
 # -- the SQL of the claims ------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import pytest
 from delaytasks import DelayedTask, DuplicateTaskError, Status
 from tests.world import MonkeyPatch, World
 
+pytestmark = pytest.mark.quick
+
 
 def keyed(world: World, on_conflict: Any = "reject", delay: float = 0, **more: Any) -> DelayedTask:
     return world.schedule(key="k", on_conflict=on_conflict, delay=delay, **more)
@@ -21,7 +23,6 @@ def keyed(world: World, on_conflict: Any = "reject", delay: float = 0, **more: A
 # -- a tag has at most one live task with the same key --------------------------------------------
 
 
-@pytest.mark.quick
 def test_a_live_key_is_rejected_or_keeps_its_task_unchanged(world: World) -> None:
     first = keyed(world)
     with pytest.raises(DuplicateTaskError, match="'k'") as caught:
@@ -34,7 +35,6 @@ def test_a_live_key_is_rejected_or_keeps_its_task_unchanged(world: World) -> Non
     assert world.counted()[Status.NOT_COMPLETE] == 1
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("status", [Status.NOT_COMPLETE, Status.HELD])
 def test_replacing_gives_an_id_a_new_version_body_and_time(world: World, status: Status) -> None:
     first = keyed(world)
@@ -50,29 +50,6 @@ def test_replacing_gives_an_id_a_new_version_body_and_time(world: World, status:
     assert world.claim(first) == []
 
 
-@pytest.mark.quick
-def test_replacing_a_running_task_makes_a_new_one_which_has_the_key(world: World) -> None:
-    [running] = world.claim(keyed(world))
-    new = keyed(world, "replace", body="new")
-    assert new.id != running.id
-    assert world.owner() == new.id
-    assert world.settle(running)
-    assert world.owner() == new.id
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("move", "is_free"), [("succeed", True), ("fail", True), ("give_back", False)]
-)
-def test_a_finished_task_leaves_its_key(world: World, move: Any, is_free: bool) -> None:
-    [running] = world.claim(keyed(world))
-    assert world.settle(running, move)
-    assert world.owner() == (None if is_free else running.id)
-    if is_free:
-        assert keyed(world).id != running.id
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("is_deleted", [True, False], ids=["deleted", "finished"])
 def test_a_key_whose_task_another_program_ended_is_free(world: World, is_deleted: bool) -> None:
     first = keyed(world)
@@ -83,22 +60,6 @@ def test_a_key_whose_task_another_program_ended_is_free(world: World, is_deleted
     assert keyed(world).id != first.id
 
 
-@pytest.mark.quick
-def test_a_rerun_takes_the_key_again_or_names_the_task_that_has_it(world: World) -> None:
-    first = keyed(world)
-    world.cancel(first)
-    assert world.owner() is None
-    world.move("rerun", first)
-    assert world.owner() == first.id
-    world.cancel(first)
-    second = keyed(world)
-    with pytest.raises(DuplicateTaskError) as caught:
-        world.move("rerun", first)
-    assert caught.value.id == second.id
-    assert world.read(first).status is Status.CANCELLED
-
-
-@pytest.mark.quick
 def test_of_many_callers_with_one_key_one_gets_it(world: World) -> None:
     def schedule(_: int) -> bool:
         try:
@@ -111,7 +72,6 @@ def test_of_many_callers_with_one_key_one_gets_it(world: World) -> None:
     assert sum(world.counted().values()) == 1
 
 
-@pytest.mark.quick
 def test_a_key_has_one_live_task_during_replacing(world: World, monkeypatch: MonkeyPatch) -> None:
     if world.kind == "postgresql":
         # Without this patch, a retry would hide a deadlock, apart from the second that each retry

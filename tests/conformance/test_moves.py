@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, insert, text
+from sqlalchemy import insert
 from sqlalchemy.orm import Session
 
 import delaytasks as e
@@ -125,26 +125,6 @@ def assert_is_moved(world: World, call: str, result: Any, before: DelayedTask) -
     assert found.update_time >= before.update_time  # type: ignore[operator]
 
 
-def test_a_call_names_the_missing_task_and_refuses_another_version(world: World) -> None:
-    d, task = world.delays, world.read(world.schedule(delay=60))
-    for refused in (
-        lambda: d.reschedule(4711, 60),
-        lambda: d.rerun(4711),
-        lambda: d.touch(4711, 60),
-        lambda: d.touch(tag="note", key="never", delay=60),
-    ):
-        with pytest.raises(e.TaskNotFoundError, match=r"no task 4711|no live task of tag"):
-            refused()
-    for stale in (
-        lambda: d.cancel(task, version=7),
-        lambda: d.reschedule(task, 60, version=7),
-        lambda: d.rerun(task, version=7),
-    ):
-        with pytest.raises(e.StaleVersionError, match="has version 0, not 7"):
-            stale()
-    assert world.read(task) == task
-
-
 def test_of_simultaneous_cancels_one_succeeds_and_others_report_its_result(world: World) -> None:
     made = world.put()
     with ThreadPoolExecutor(4) as pool:
@@ -188,10 +168,15 @@ def later_s(world: World, task: DelayedTask) -> float:
 def test_touch_many_moves_waiting_tasks_later_and_returns_the_others_in_order(world: World) -> None:
     rows = {status: put_keyed(world, status, status.name) for status in Status}
     elsewhere = world.read(schedule(world, "elsewhere", tag="other"))
+    far = schedule(world, delay=100)
     waits = [task for status, task in rows.items() if status in MOVES["reschedule"].sources]
     others = [task for task in rows.values() if task not in waits]
     found = world.delays.touch([task.id for task in rows.values()], 60)
     assert found == TouchResult([task.id for task in waits], [task.id for task in others])
+    named = iter([waits[0], str(waits[1].id), far, far, 77, "77"])
+    assert world.delays.touch(named, timedelta(minutes=1)).gone == [77]
+    assert later_s(world, far) == 0, "never earlier"
+    assert world.delays.touch(tag="note", key=(), delay=60).gone == []
     keys = ["never", *(task.key for task in rows.values()), "elsewhere"]
     gone = ["never", *(task.key for task in others), "elsewhere"]
     by_key: Any = world.delays.touch(tag="note", key=keys, delay=90)
@@ -199,34 +184,6 @@ def test_touch_many_moves_waiting_tasks_later_and_returns_the_others_in_order(wo
     assert all(80 < later_s(world, task) < 86 for task in waits)
     assert [world.read(task) for task in (*others, elsewhere)] == [*others, elsewhere]
     assert {world.read(task).version for task in waits} == {0}
-
-
-def test_touch_many_takes_ids_of_any_form_and_iterable_and_makes_none_earlier(world: World) -> None:
-    a, b, c = (schedule(world) for _ in range(3))
-    far = schedule(world, delay=100)
-    named = iter([a, str(b.id), c.id, c.id, far, 77, "77"])
-    assert world.delays.touch(named, timedelta(minutes=1)).gone == [77]
-    assert min(later_s(world, task) for task in (a, b, c)) > 50
-    assert later_s(world, far) == 0
-    assert world.delays.touch([], 60).gone == []
-    assert world.delays.touch(tag="lost", key=(), delay=60).gone == []
-
-
-def test_keys_that_moved_after_the_transaction_began_name_their_new_tasks(world: World) -> None:
-    if not world.has_row_locks:
-        pytest.skip("a transaction on SQLite that has read cannot write after another one")
-    engine = create_engine(world.url)
-    before, keys = schedule(world, "moved"), ["moved", "new"]
-    with Session(engine) as session:
-        session.execute(text(f"SELECT count(*) FROM {world.table().name}"))
-        world.cancel(before)
-        tasks = [schedule(world, key) for key in keys]
-        touch = world.delays.touch
-        assert touch(tag="lost", key=keys, delay=60, session=session).gone == []
-        assert touch(tag="lost", key="moved", delay=60, session=session)
-        session.commit()
-    assert all(later_s(world, task) > 50 for task in tasks)
-    engine.dispose()
 
 
 def test_a_heartbeat_is_one_statement_many_are_few(world: World, monkeypatch: MonkeyPatch) -> None:
@@ -263,16 +220,6 @@ def test_touch_many_touches_locked_rows_last(world: World, monkeypatch: MonkeyPa
         assert call.result(10).gone == [claimed.id]
     assert later_s(world, locked) > 50
     assert later_s(world, claimed) == 0
-
-
-@pytest.mark.slow
-def test_touch_many_fails_for_a_row_that_stays_locked_and_touches_the_others(world: World) -> None:
-    if not world.has_row_locks:
-        return
-    locked, free = schedule(world), schedule(world)
-    with world.locked(locked), pytest.raises(e.StoreUnavailableError, match="busy"):
-        world.delays.touch([locked, free], 60)
-    assert [later_s(world, task) > 50 for task in (locked, free)] == [False, True]
 
 
 def test_callers_that_touch_the_same_rows_in_different_orders_do_not_deadlock(world: World) -> None:

@@ -176,13 +176,3 @@ def test_a_recovery_names_the_time_limit_that_was_over(world: World) -> None:
     assert errors[others[1].id].endswith(text)
     waits = world.read(slow)
     assert (waits.status, waits.lapses, waits.version) == (Status.NOT_COMPLETE, 1, 1)
-
-
-def test_each_row_that_was_given_up_is_reported(world: World) -> None:
-    lost, waits = (world.put(Status.RUNNING, runs=3, lapses=lapses) for lapses in (2, 1))
-    world.report(world.die(max_lost_leases=3), reason="it died")
-    [told] = world.told("task.recovered")
-    assert (told["count"], told["reason"]) == (2, "it died")
-    [gave_up] = world.told("task.worker_lost")
-    assert (gave_up["id"], gave_up["error"]) == (lost.id, world.read(lost).error)
-    assert world.statuses([lost, waits]) == ["FAILED", "NOT_COMPLETE"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -21,24 +20,6 @@ MOST_OTHERS = 100
 EACH = 8
 
 # -- the rows that a sweep arms -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("partitions", [1, 2, 4])
-def test_partitions_together_arm_each_near_row_once(make_world: MakeWorld, partitions: int) -> None:
-    world = make_world(sweep=f"5s {partitions}", horizon=600)
-    made = [row.id for row in world.put_many(2500, due_s=300, priority=3)]
-    made += [world.put(id=(1 << 60) + (n << 22), due_s=300, queue="q").id for n in range(50)]
-    # Excluded rows: after the end of the window, in the past, and not waiting.
-    for status, due_s in ((0, 700), (0, -5), (Status.CANCELLED, 300)):
-        world.put(Status(status), due_s=due_s)
-    met: Counter[int] = Counter()
-    for partition in range(partitions):
-        mine = world.sweep_later(partition)
-        assert len(mine) > len(made) / partitions / 2
-        met.update(mine)
-    assert met == Counter(made)
-    due = [entry.due_us for entry in world.broker.armed[: met.total() // partitions // 2]]
-    assert due == sorted(due)
 
 
 @pytest.mark.slow
