@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -70,13 +68,6 @@ def test_overdue_tasks_are_due_now_and_others_are_left_out(world: World) -> None
     found = world.delays.forecast()
     assert dues(found) == {"overdue": 1}
     assert found.hours[0].start <= found.made_at < found.hours[0].start + HOUR
-
-
-def test_all_queues_and_priorities_are_counted(world: World) -> None:
-    for queue in ("default", "mail", "slow"):
-        for priority in (0, 5, 9):
-            world.put(due_s=3600, queue=queue, priority=priority)
-    assert world.delays.forecast().due == 9
 
 
 # -- very many rows -------------------------------------------------------------------------------
@@ -224,17 +215,6 @@ def test_missed_occurrences_are_due_now_and_a_broken_timing_stops_no_forecast(wo
     world.set_columns("recurring", next_at=world.now() - 3 * HOUR)
     world.set_columns("recurring", {"name": "broken"}, timing="nonsense")
     assert dues(world.delays.forecast(1)) == {"sync": 25}
-
-
-def test_a_forecast_without_schedules_imports_none(world: World, database_url: str) -> None:
-    code = (
-        "import sys; from celery import Celery; from delaytasks import DelayTasks;"
-        f"d = DelayTasks(Celery('a'), database_url={database_url!r}, table_prefix='s_');"
-        "assert 'delaytasks.operate.forecast' not in sys.modules; d.forecast();"
-        "print([m for m in sys.modules if m.startswith('delaytasks.recurring')])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 # -- calls ----------------------------------------------------------------------------------------

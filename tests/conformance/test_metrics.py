@@ -40,6 +40,8 @@ def test_a_scrape_counts_tasks_by_status_and_shows_the_oldest_overdue_one(world:
     values = Values(world.delays)
     assert values.of("oldest_overdue_seconds") == values.of("overdue_tasks") == 0
     assert values.late() == {}
+    assert values.of("sweep_age_seconds", sweep_partition="0") == float("inf")
+    world.sweep()
     first = world.put_many(3, due_s=-90, tag="mail", queue="letters")[0]
     world.claim(first)
     values = Values(world.delays)
@@ -52,6 +54,7 @@ def test_a_scrape_counts_tasks_by_status_and_shows_the_oldest_overdue_one(world:
     assert values.of("queue_workers", queue="letters") == 0
     assert values.of("database_up") == 1
     assert values.of("expired_leases") == 0
+    assert (values.of("sweep_age_seconds", sweep_partition="0") or 0) < 600
     world.change(first, lease_until=world.now() - timedelta(minutes=10))
     assert Values(world.delays).of("expired_leases") == 1
 
@@ -62,33 +65,20 @@ def test_the_number_of_tags_with_a_label_is_bounded(world: World) -> None:
     assert len(Values(world.delays).late()) == 20
 
 
-def test_a_worker_that_does_not_report_is_not_counted(world: World) -> None:
+def test_the_workers_that_report_are_counted_and_show_what_they_lack(world: World) -> None:
     world.serve("quiet", "default")
-    world.serve("alive", "default", "mail", clock_offset_s=0.25)
+    world.serve("alive", "default", "mail", clock_offset_s=0.25, beat_s=500)
+    world.serve("cut off", "default", broker_down_s=120, timer_down_s=100, beat_s=0)
     world.silence(1000, "quiet")
     values = Values(world.delays)
-    assert values.of("workers") == 1
-    assert values.of("queue_workers", queue="default") == 1
+    assert values.of("workers") == 2
+    assert values.of("queue_workers", queue="default") == 2
     assert values.of("queue_workers", queue="mail") == 1
     assert values.of("worker_clock_offset_seconds", worker="alive") == 0.25
-
-
-def test_a_worker_without_its_broker_and_a_silent_beat_are_shown(world: World) -> None:
-    world.serve("well", "default", beat_s=500)
-    world.serve("cut off", "default", broker_down_s=120, timer_down_s=100, beat_s=0)
-    values = Values(world.delays)
     for name, down_s in (("broker", 120), ("timer", 100)):
-        assert values.of(f"worker_{name}_down_seconds", worker="well") == 0
+        assert values.of(f"worker_{name}_down_seconds", worker="alive") == 0
         assert (values.of(f"worker_{name}_down_seconds", worker="cut off") or 0) >= down_s
     assert (values.of("beat_age_seconds") or 0) >= 500, "a worker without a broker hears nothing"
-
-
-def test_a_sweep_sets_its_age(world: World) -> None:
-    assert Values(world.delays).of("sweep_age_seconds", sweep_partition="0") == float("inf")
-    world.sweep()
-    age_s = Values(world.delays).of("sweep_age_seconds", sweep_partition="0")
-    assert age_s is not None
-    assert age_s < 600
 
 
 def test_the_peak_of_the_next_week_is_forecast(world: World) -> None:
