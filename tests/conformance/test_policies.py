@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
 from unittest import mock
@@ -15,7 +14,7 @@ from sqlalchemy import update
 import delaytasks as e
 from delaytasks import DelayedTask, Status
 from tests.refusals import invalid
-from tests.world import NO_POLICIES, MakeWorld, MonkeyPatch, World, run_chunk
+from tests.world import MakeWorld, MonkeyPatch, World, run_chunk
 from tests.world.recording import CrashError
 
 HOUR = 3600.0
@@ -39,12 +38,6 @@ def swept_patiently(world: World) -> World:
     return world
 
 
-@pytest.fixture
-def small_steps(world: World) -> None:
-    """Limit each step to one row, and each sweep to one step."""
-    world.lower(rows_of_a_release=1, share_of_a_release=-1)
-
-
 def pause(world: World, *due: DelayedTask, **options: Any) -> Any:
     """Pause the tag `note`, or what the options name, and let a worker claim what is due."""
     policy = world.delays.policies.pause(**(options or {"tag": "note"}))
@@ -56,14 +49,6 @@ def pause(world: World, *due: DelayedTask, **options: Any) -> Any:
 def resume(world: World, **options: Any) -> None:
     world.delays.policies.resume(**(options or {"tag": "note"}))
     world.sweep_later()
-
-
-def sweep_until(world: World, is_so: Callable[[], object]) -> None:
-    for _ in range(100):
-        if is_so():
-            return
-        world.sweep_later()
-    raise AssertionError("100 sweeps were not enough")
 
 
 def held(world: World) -> int:
@@ -153,35 +138,11 @@ def test_until_sets_or_extends_a_pause_and_never_shortens_it(world: World, name:
     assert calls.remove(**name).paused_until is None
 
 
-@pytest.mark.parametrize("is_drained", [False, True])
-def test_a_claimed_task_of_a_paused_tag_is_held_not_run(world: World, is_drained: bool) -> None:
-    paused, other = world.put(lapses=1 if is_drained else 0), world.put(tag="sms", body_json="7")
-    world.delays.policies.pause(tag="note")
-    report = world.drain() if is_drained else world.run(paused, other)
-    assert (report.claimed, report.ran, world.notes) == (2, 1, [7])
-    found = world.read(paused)
-    assert (found.status, found.runs, found.lapses) == (Status.HELD, 0, paused.lapses)
-    assert (found.worker, found.execution_time, found.lease_until) == (None, None, None)
-    assert (found.version == paused.version + 2) is world.counts_moves
-    assert world.count("task.held") == 1
-    assert world.run(found).claimed == 0, "nobody claims it"
-
-
 def test_a_full_chunk_of_paused_rows_asks_for_another_one(world: World) -> None:
     rows = world.put_many(7)
     world.delays.policies.pause(tag="note")
     assert [world.drain(most=5).is_full for _ in range(2)] == [True, False]
     assert world.statuses(rows) == ["HELD"] * 7
-
-
-def test_a_worker_that_lost_its_lease_holds_nothing(world: World) -> None:
-    world.delays.policies.pause(tag="note")
-    [mine] = world.claim(world.put())
-    world.lapse(mine)
-    [again] = world.worker("other").claim_alone(world.read(mine))
-    assert world.store.paused_rows.hold_claimed([mine]) == set()
-    assert world.read(mine).status is Status.RUNNING
-    assert world.store.paused_rows.hold_claimed([again]) == {mine.id}
 
 
 # -- the policies that a process knows ------------------------------------------------------------
@@ -194,29 +155,6 @@ def test_a_process_applies_a_pause_within_about_a_second(world: World, other: Wo
     assert not cache.current().paused_tags, "it reads once a second"
     cache._read_at -= 1
     assert cache.current().pauses("note", "default")
-
-
-def test_a_pool_process_reads_policies_when_its_main_process_has_others_or_none(
-    world: World, other: World, make_world: MakeWorld
-) -> None:
-    main, child = world.runtime.policy_cache, other.runtime.policy_cache
-    reads, read = list[int](), child._read
-    child._read = lambda *asked: reads.append(1) or read(*asked)
-    child.follow(NO_POLICIES)
-    child.current()
-    assert not reads, "without policies nobody asks"
-    world.delays.policies.pause(tag="note")
-    stamp = main.refresh().stamp
-    for _ in range(2):
-        child.follow(stamp)
-        assert child.current().pauses("note", "default")
-    assert len(reads) == 1
-    late_main, late_child = (make_world().runtime.policy_cache for _ in range(2))
-    assert late_main.stamp is None
-    late_child.follow(late_main.stamp)
-    assert late_child.current().pauses("note", "default")
-    late_main.refresh()
-    assert late_main.stamp == late_child.stamp
 
 
 def test_a_process_without_policies_fails_if_it_reads_none(world: World, other: World) -> None:
@@ -273,19 +211,6 @@ def test_repeating_a_pause_resume_or_removal_changes_nothing(world: World) -> No
     assert world.count("policy.changed") == 1
     assert calls.resume(tag="sms").version == calls.remove(queue="q").version == 0
     assert policies(world) == [("tag", "note", 0)]
-
-
-def test_a_policy_that_others_insert_and_delete_meanwhile_is_set(world: World) -> None:
-    table = world.store.policies
-    insert, calls = table._insert, list[Any]()
-
-    def skips_once(*row: Any) -> bool:
-        calls.append(row)
-        return len(calls) > 1 and insert(*row)
-
-    with mock.patch.object(table, "_insert", skips_once):
-        assert world.delays.policies.pause(tag="note").is_paused
-    assert (len(calls), policies(world)) == (2, [("tag", "note", 0)])
 
 
 def test_a_pause_keeps_the_limits_and_removing_the_policy_removes_both(world: World) -> None:
@@ -361,26 +286,18 @@ def test_after_a_resume_held_tasks_run_in_the_order_of_their_due_times(world: Wo
     assert policies(world) == [], "a policy that says nothing is gone"
 
 
-def test_a_released_task_within_the_horizon_is_armed(world: World) -> None:
-    near, *others = [world.put(Status.HELD, due_s=due_s) for due_s in (20, HOUR, -5)]
-    resume(world)
-    [entry] = world.broker.armed
-    assert (entry.id, entry.version) == (near.id, near.version + 1)
-    assert world.statuses([near, *others]) == ["NOT_COMPLETE"] * 3
-
-
-def test_held_tasks_are_released_in_steps_the_oldest_first(world: World, small_steps: None) -> None:
+def test_held_tasks_are_released_in_steps_the_oldest_first(world: World) -> None:
+    world.lower(rows_of_a_release=1, share_of_a_release=-1)  # a sweep releases one row
     places = [(9, -HOUR), *((priority, late_s) for priority in (0, 5) for late_s in (10, 30, 20))]
     rows = [world.put(Status.HELD, due_s=-late_s, priority=at) for at, late_s in places]
-    order: list[DelayedTask] = []
-
-    def is_over() -> bool:
-        waiting = [r for r in rows if world.read(r).status is Status.NOT_COMPLETE]
-        order.extend(r for r in waiting if r not in order)
-        return len(order) == 7
-
-    sweep_until(world, is_over)
-    assert [rows.index(row) for row in order] == [0, 5, 6, 4, 2, 3, 1]
+    order: list[int] = []
+    for _ in range(100):
+        world.sweep_later()
+        waiting = [n for n, row in enumerate(world.statuses(rows)) if row == "NOT_COMPLETE"]
+        order.extend(n for n in waiting if n not in order)
+        if len(order) == len(rows):
+            break
+    assert order == [0, 5, 6, 4, 2, 3, 1]
 
 
 def test_a_tag_that_is_resumed_stays_held_in_a_queue_that_is_not(world: World) -> None:
@@ -426,19 +343,6 @@ def test_a_locked_row_is_released_after_its_transaction_has_ended(world: World) 
 # -- steps, several processes and crashes ---------------------------------------------------------
 
 
-def test_the_last_of_several_pauses_and_resumes_counts(world: World, small_steps: None) -> None:
-    rows, calls = world.put_many(6), world.delays.policies
-    pause(world, *rows[:3])
-    calls.resume(tag="note")
-    sweep_until(world, lambda: world.count("task.released") >= 1)
-    pause(world, *map(world.read, rows))
-    for _ in range(3):
-        world.sweep_later()
-    assert world.statuses(rows) == ["HELD"] * 6
-    calls.remove(tag="note")
-    sweep_until(world, lambda: held(world) == 0)
-
-
 @pytest.mark.parametrize("is_same", [True, False])
 def test_a_sweep_continues_one_that_failed(world: World, other: World, is_same: bool) -> None:
     rows = world.put_many(5)
@@ -482,28 +386,3 @@ def test_rows_with_one_due_time_are_released_past_those_that_stay_held(world: Wo
     assert (held(world), world.counted()[Status.NOT_COMPLETE]) == (13, 12)
     resume(world, tag="sms")
     assert held(world) == 0
-
-
-def test_a_search_goes_on_past_many_rows_that_stay_held(world: World, small_steps: None) -> None:
-    world.lower(held_rows_of_a_page=3)
-    stay = [world.put(Status.HELD, tag="sms", due_s=-10 - n) for n in range(12)]
-    resumed = [world.put(Status.HELD, due_s=due_s) for due_s in (-5, HOUR)]
-    world.delays.policies.pause(tag="sms")
-    reads = list[int]()
-    page = world.store.paused_rows.page
-
-    def counting(*asked: Any) -> Any:
-        found = page(*asked)
-        reads.append(len(found[0]))
-        if len(reads) == 5:
-            raise CrashError  # the next sweep does this step again
-        world.delays.policies.set(tag="others", concurrency=len(reads))  # changes the policies
-        return found
-
-    with mock.patch.object(world.store.paused_rows, "page", counting):
-        for _ in range(60):
-            with suppress(CrashError):
-                world.sweep_later()
-    assert max(reads) <= 3
-    assert world.statuses(resumed) == ["NOT_COMPLETE"] * 2
-    assert world.statuses(stay) == ["HELD"] * 12

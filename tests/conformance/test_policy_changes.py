@@ -32,10 +32,12 @@ def limit(world: World, tag: str, concurrency: int) -> None:
 
 
 def test_policies_are_read_when_one_has_changed(world: World, reader: PolicyReader) -> None:
+    child, of_a_starting_worker = PolicyReader(world), PolicyReader(world)
+    child.follow(NO_POLICIES)
+    assert child.read == [], "without policies nobody asks"
     insert_limits(world)
     assert len(reader.refresh()) == MANY
     reader.refresh()
-    child = PolicyReader(world)
     child.follow(reader.stamp)
     limit(world, "p00007", 9)
     limit(world, "new", 1)
@@ -44,6 +46,7 @@ def test_policies_are_read_when_one_has_changed(world: World, reader: PolicyRead
     for _ in range(3):
         child.follow(reader.stamp)
     assert (child.read, child.known) == ([MANY, MANY + 1], reader.known), "and only if it is needed"
+    assert of_a_starting_worker.follow(None) == reader.known
 
 
 def test_a_change_that_is_committed_late_is_read_too(world: World, reader: PolicyReader) -> None:
@@ -118,17 +121,6 @@ def test_a_server_with_equally_many_changes_is_found(world: World, reader: Polic
     child = PolicyReader(world)
     child.follow(pickle.loads(pickle.dumps(reader.stamp)))
     assert child.stamp == reader.stamp
-
-
-def test_a_check_reads_no_policy_while_nothing_changes(world: World, reader: PolicyReader) -> None:
-    reader.refresh()
-    assert reader.stamp == NO_POLICIES
-    limit(world, "mail", 1)
-    limit(world, "sms", 1)
-    world.sweep_later()
-    for _ in range(3):
-        reader.refresh()
-    assert reader.read == [0, 2, 0, 0]
 
 
 def test_a_late_refresh_replaces_no_newer_policies(world: World, reader: PolicyReader) -> None:

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from sqlalchemy import select, update
 
 from delaytasks import DelayedTask, Status, StoreError
 from delaytasks.model.policies import WAITLIST_RECHECK_S
-from tests.waiting import wait_until
 from tests.world import MonkeyPatch, Settlement, WaitlistState, World
 
 
@@ -177,35 +175,6 @@ def test_a_recovered_task_waits_in_the_waitlist_and_runs_alone(world: World) -> 
     assert [task.body for task in admit(world)] == [1, 2]
 
 
-@pytest.mark.slow
-def test_several_workers_together_keep_a_rate(world: World) -> None:
-    world.limit(rate=40, rate_period_s=1.0)
-    tasks = [world.schedule(body=n) for n in range(60)]
-    world.claim(*tasks)
-    began: list[float] = []
-    over = threading.Event()
-
-    def take() -> None:
-        admission = world.worker("other").admission
-        while not over.wait(0.002):
-            for task in admission.admit("default", "note", 10)[0]:
-                assert task.update_time is None
-                began.append(task.id)
-
-    with ThreadPoolExecutor(3) as pool:
-        for _ in range(3):
-            pool.submit(take)
-        wait_until(lambda: waitlist_rows(world) == 0, 20, "all to start")
-        over.set()
-    t = world.table()
-    with world.begin() as connection:
-        starts = sorted(connection.execute(select(t.c.execution_time)).scalars())
-    assert len(starts) == 60
-    counts = [sum(since <= s < since + timedelta(seconds=1) for s in starts) for since in starts]
-    worst = max(counts)
-    assert worst <= 40
-
-
 def test_a_slow_rate_returns_the_time_until_the_next_check(world: World) -> None:
     world.limit(rate=5, rate_period_s=60.0)
     tasks = [world.schedule(body=n) for n in range(3)]
@@ -217,17 +186,6 @@ def test_a_slow_rate_returns_the_time_until_the_next_check(world: World) -> None
     assert opening is not None
     assert 0.1 < opening.recheck_s < 0.62
     assert world.worker().run_waitlist("note", 10, 2).ran == 2
-
-
-def test_a_process_that_takes_the_last_start_returns_the_time_until_the_next(world: World) -> None:
-    world.limit(rate=5, rate_period_s=3.0)
-    tasks = [world.schedule(body=n) for n in range(4)]
-    world.claim(*tasks)
-    world.set_columns("policies", next_start=None)
-    admitted, state = world.worker().admission.admit("default", "note", 10)
-    assert (len(admitted), state and state.open) == (1, 0)
-    assert state is not None
-    assert 0.1 < state.recheck_s < 0.62
 
 
 def test_simultaneous_workers_never_exceed_the_limit(world: World) -> None:
@@ -311,16 +269,6 @@ def test_without_limits_all_tasks_of_a_waitlist_are_admitted(world: World) -> No
     assert len(admit(world)) == 4
 
 
-def test_a_sweep_finds_queues_with_waitlists(world: World) -> None:
-    world.limit(concurrency=1)
-    tasks = [world.schedule(body=n, queue="slow") for n in range(3)]
-    assert [level.queue for level in world.store.sweeps.levels(0)] == ["slow"]
-    world.claim(*tasks)
-    assert [level.queue for level in world.store.sweeps.levels(0)] == ["slow"]
-    assert world.store.paused_rows.waitlists_in("slow") == {("slow", "note")}
-    assert world.store.paused_rows.waitlists_in("default") == set()
-
-
 # A task that is settled passes its slot on
 
 
@@ -345,17 +293,6 @@ def test_a_settlement_transfers_a_slot_to_the_next(world: World, monkeypatch: Mo
     assert [statuses.count("RUNNING") for statuses in seen] == [1, 1, 1], "as others see it"
     assert [statuses.count("DONE") for statuses in seen] == [1, 2, 3]
     assert world.statuses(tasks) == ["DONE"] * 4
-
-
-def test_a_slot_is_transferred_in_the_transaction_of_the_settlement(world: World) -> None:
-    world.limit(concurrency=1)
-    failing, other = world.schedule(body=0, key="k"), world.schedule(body=1)
-    [running] = world.claim(failing, other)
-    settlement = Settlement(running, "fail", error="oh")
-    accepted, following = world.worker().admission.settle_and_admit([settlement], "default", "note")
-    assert (accepted, [task.id for task in following]) == ({failing.id}, [other.id])
-    assert world.statuses([failing, other]) == ["FAILED", "RUNNING"]
-    assert len(world.attempts(failing)) == 1
 
 
 def test_a_slot_that_was_lost_is_not_transferred(world: World) -> None:
