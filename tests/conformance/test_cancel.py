@@ -55,25 +55,12 @@ def test_the_result_says_why_a_task_was_not_cancelled(world: World, by: str) -> 
         world.delays.cancel("seven")
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["the payment", "the key"])
-def test_a_customer_who_pays_while_the_order_closes_is_told(world: World, own: bool) -> None:
-    """This is the flow of the docs: the cancel is part of the transaction that writes the
-    payment."""
-    engine = create_engine(world.url)
-    world.claim(world.schedule(key="k"))
-    with Session(engine) as session:
-        options: Any = {"key": "k", "on_conflict": "replace"} if own else {}
-        paid = world.schedule(body="paid", delay=60, session=session, **options)
-        result = world.delays.cancel(tag="note", key="k", session=session)
-        assert (bool(result), result.id == paid.id) == (own, own)
-        session.commit()
-    assert world.read(paid).is_cancelled is own
-    engine.dispose()
-
-
 @pytest.mark.parametrize("was_taken", [False, True], ids=["free", "taken"])
-def test_a_key_that_moved_meanwhile_names_its_new_task(world: World, was_taken: bool) -> None:
-    """MySQL reads a snapshot of the transaction's start, but `cancel` must still find the task."""
+@pytest.mark.parametrize("is_touch", [False, True], ids=["cancel", "touch"])
+def test_a_key_that_moved_meanwhile_names_its_new_task(
+    world: World, was_taken: bool, is_touch: bool
+) -> None:
+    """MySQL reads a snapshot of the transaction's start, but the call must still find the task."""
     if not world.has_row_locks:
         pytest.skip("a transaction on SQLite that has read cannot write after another one")
     engine = create_engine(world.url)
@@ -82,10 +69,15 @@ def test_a_key_that_moved_meanwhile_names_its_new_task(world: World, was_taken: 
         session.execute(text(f"SELECT count(*) FROM {world.table().name}"))
         assert before is None or world.cancel(before)
         task = world.schedule(key="k")
-        result = world.delays.cancel(tag="note", key="k", session=session)
-        assert (bool(result), result.id) == (True, task.id)
+        if is_touch:
+            touched = world.delays.touch(tag="note", key=["k"], delay=60, session=session)
+            assert touched.gone == []
+        else:
+            result = world.delays.cancel(tag="note", key="k", session=session)
+            assert (bool(result), result.id) == (True, task.id)
         session.commit()
-    assert world.read(task).is_cancelled
+    found = world.read(task)
+    assert (found.is_cancelled, found.expected_time == task.expected_time) == (not is_touch,) * 2
     engine.dispose()
 
 
@@ -141,19 +133,12 @@ def test_a_run_that_stops_is_cancelled_and_not_retried(world: World, end: Any) -
 
 
 def test_a_run_that_succeeds_nevertheless_is_done(world: World) -> None:
-    assert run(world, lambda _: 5, keep_result=True).result == 5
-
-
-def test_check_lease_says_that_the_task_was_cancelled(world: World) -> None:
-    told: list[e.TaskCancelledError] = []
-
-    def end(task: DelayedTask) -> None:
-        with pytest.raises(e.TaskCancelledError, match="was cancelled: stop") as caught:
+    def end(task: DelayedTask) -> int:
+        with pytest.raises(e.TaskCancelledError, match="was cancelled: stop"):
             task.check_lease()
-        told.append(caught.value)
+        return 5
 
-    assert run(world, end).status is Status.DONE
-    assert told
+    assert run(world, end, keep_result=True).result == 5
 
 
 def test_a_request_that_comes_too_late_for_its_run_prevents_the_next_one(world: World) -> None:
@@ -196,14 +181,6 @@ def test_a_rerun_forgets_the_request(world: World) -> None:
     assert world.store.tasks.cancel_requests.of(["worker-1"]) == []
 
 
-def test_a_request_is_for_one_run_of_the_row(world: World) -> None:
-    task = run(world, fail)
-    assert world.worker().processes.memory.is_asked_to_stop(task.id, task.version - 1)
-    assert not world.worker().processes.memory.is_asked_to_stop(task.id, task.version)
-    tell(world)
-    assert not world.worker().processes.memory.is_asked_to_stop(task.id, task.version - 1)
-
-
 def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(world: World) -> None:
     delays, task = world.delays, world.schedule("mail", key="k")
     [claimed] = world.claim(task)
@@ -238,15 +215,9 @@ def test_a_row_given_back_as_it_stops_is_cancelled(world: World, monkeypatch: Mo
         return make(on, running)
 
     monkeypatch.setattr(requests, "make", make_too_late)
-    assert delays.cancel(task, running=True)
-    assert delays.get(task).is_cancelled
-
-
-def test_a_task_that_waits_is_cancelled_as_usual(world: World) -> None:
-    task = world.schedule("mail", delay=60)
-    assert world.cancel(task, running=True)
-    assert not world.cancel(task, running=True)
-    assert world.read(task).is_cancelled
+    for one in (task, world.schedule("mail", delay=60)):
+        assert delays.cancel(one, running=True)
+        assert delays.get(one).is_cancelled
 
 
 def test_the_other_tasks_of_a_batch_run_again_without_losing_an_attempt(world: World) -> None:

@@ -101,14 +101,10 @@ def test_the_error_about_a_taken_key_names_the_first_due_time_of_its_task(world:
         world.schedule(key="k", tag="new")
 
 
-def test_a_task_that_was_never_deferred_has_no_due_time_of_its_own(world: World) -> None:
-    world.run(task := world.schedule())
-    assert world.read(task).due_time is None
-    assert world.read(task).due == task.expected_time
-
-
 def test_a_lost_lease_keeps_the_due_time(world: World) -> None:
     """The attempt ended because of the worker, and the task did not request another due time."""
+    world.run(done := world.schedule())
+    assert (world.read(done).due_time, world.read(done).due) == (None, done.expected_time)
 
     def loses_its_lease(body: object) -> None:
         raise LeaseEndsError("its lease ends", 1)
@@ -173,6 +169,7 @@ def overdue(world: World) -> DelayedTask:
 
 
 def test_a_task_is_overdue_though_its_next_try_is_later(world: World, overdue: DelayedTask) -> None:
+    """Late tasks are counted by queue, tag and cause."""
     world.serve("worker-1", "default")
     world.schedule("later", delay=60)
     state, due = world.state(), overdue.due
@@ -182,16 +179,11 @@ def test_a_task_is_overdue_though_its_next_try_is_later(world: World, overdue: D
     [queue] = world.live().queues
     assert (queue.soon, queue.overdue) == (1, 1)
     assert [(one.name, one.overdue) for one in world.live().tags if one.overdue] == [("new", 1)]
-
-
-def test_late_tasks_are_counted_by_queue_tag_and_cause(world: World, overdue: DelayedTask) -> None:
     world.serve("worker-1", "default", "letters")
-    for tag, queue in (("note", "default"), ("note", "letters"), ("new", "default")):
-        world.put(due_s=-100, tag=tag, queue=queue)
-    state = world.state()
-    assert state.overdue == 4
-    found = {(one.queue, one.tag, one.tasks, one.reason.code) for one in state.late}
-    assert found == {
+    for tag, queue_name in (("note", "default"), ("note", "letters"), ("new", "default")):
+        world.put(due_s=-100, tag=tag, queue=queue_name)
+    late_rows = {(one.queue, one.tag, one.tasks, one.reason.code) for one in world.state().late}
+    assert late_rows == {
         ("default", "new", 1, "no_processor"),
         ("default", "new", 1, "due"),
         ("default", "note", 1, "due"),
