@@ -69,6 +69,8 @@ def test_the_occurrences_of_which_sweeps_make_tasks(
     assert world.due_s() == made
     assert all(task.body == {"n": 1} for task in world.tasks())
     assert world.count("recurring.missed") == missed
+    near = [task.id for task in world.tasks() if task.expected_time <= world.at(31)]
+    assert sweeps != [0] or world.broker.ids == near, "sweeps arm the others"
 
 
 def test_a_task_has_the_options_and_the_meta_of_its_schedule(world: RecurringWorld) -> None:
@@ -89,13 +91,6 @@ def test_a_task_has_the_options_and_the_meta_of_its_schedule(world: RecurringWor
     changed = world.recur("1m", **options | {"meta": {"tenant": "initech"}})
     assert (changed.version, changed.meta) != (made.version, made.meta)
     assert world.recur("1m").meta == {}
-
-
-def test_only_tasks_that_sweeps_may_have_passed_are_armed(world: RecurringWorld) -> None:
-    world.recur()
-    world.sweep_at(0)
-    near = [task.id for task in world.tasks() if task.expected_time <= world.at(31)]
-    assert world.broker.ids == near
 
 
 def test_changed_versions_roll_tasks_back(world: RecurringWorld, monkeypatch: MonkeyPatch) -> None:
@@ -239,7 +234,8 @@ def names(delays: DelayTasks) -> list[str]:
     return [schedule.name for schedule in delays.recurring.list()]
 
 
-def test_a_declaration_is_stored_under_its_tag(code: Code) -> None:
+def test_a_declaration_is_stored_under_its_tag_and_keeps_a_pause(code: Code) -> None:
+    code().recurring.set("report", "report", every="5m")  # the declaration takes it over
     delays = code(report={"cron": "0 9 * * *", "tz": "Asia/Tokyo", "body": {"n": 1}})
     found = delays.recurring.get("report")
     assert (found.tag, found.timing, found.tz) == ("report", "0 9 * * *", "Asia/Tokyo")
@@ -248,12 +244,9 @@ def test_a_declaration_is_stored_under_its_tag(code: Code) -> None:
     assert delays.recurring.get("report") == found
     with invalid("name", match="declared in code"):
         delays.recurring.set("report", "report", every="1m")
-
-
-def test_a_changed_declaration_replaces_the_stored_one_and_keeps_a_pause(code: Code) -> None:
-    code(report=OFTEN).recurring.pause("report")
-    found = code(report={"every": "10m"}).recurring.get("report")
-    assert (found.timing, found.is_paused) == ("every 10m", True)
+    delays.recurring.pause("report")
+    changed = code(report={"every": "10m"}).recurring.get("report")
+    assert (changed.timing, changed.is_paused) == ("every 10m", True)
 
 
 @pytest.mark.parametrize(
@@ -269,11 +262,6 @@ def test_what_other_code_leaves_of_declarations(code: Code, later: Any, left: li
     process = code(**later)
     assert names(process) == sorted([*left, "dynamic"])
     assert process.events.counts["loop.failed"] == ("bad" in later)
-
-
-def test_a_declaration_takes_over_a_stored_schedule(code: Code) -> None:
-    code().recurring.set("report", "report", every="5m")
-    assert code(report=OFTEN).recurring.get("report").is_declared
 
 
 def test_declarations_have_names_of_their_own(code: Code) -> None:
@@ -336,20 +324,6 @@ def test_a_body_is_encrypted_in_the_schedule_and_in_its_tasks(make_world: MakeWo
 # Each occurrence gets one task if sweepers die at any step, and with any number of sweepers
 
 
-def test_a_sweeper_may_die_at_each_step(world: RecurringWorld) -> None:
-    """Every step of a sweep is a point of death, until the sweep ends without one."""
-    expected, step = [10, 20, 30, 40, 50, 60, 70], 1
-    world.recur(10, "r1", "r1", start=10)
-    while world.sweep_and_die(0, step):
-        name = f"r{step}"
-        assert world.due_s(name) in ([], expected), f"step {step} left a part of the tasks"
-        world.sweep_at(0)
-        assert world.due_s(name) == expected, f"after a death at step {step}"
-        step += 1
-        world.recur(10, f"r{step}", f"r{step}", start=10)
-    assert step >= 8
-
-
 def test_joint_sweeps_make_each_task_once(make_world: MakeWorld, monkeypatch: MonkeyPatch) -> None:
     """Normally `begin_sweep` lets only one process sweep. Here nothing keeps the others away."""
     monkeypatch.setattr(f"{CREATION}.BATCH_SCHEDULES", 4)
@@ -389,6 +363,8 @@ def test_a_schedule_is_stored_as_it_was_defined(world: RecurringWorld) -> None:
     assert (found.timing, found.tz, found.body) == ("0 9 * * mon-fri", "Europe/Berlin", {"ä": [1]})
     assert found.next_at is not None
     assert found.next_at > world.start
+    assert world.recurring.set(name, "report", start=world.at(10**8), **timing).start_at is not None
+    assert world.recurring.set(name, "report", **timing).start_at is None, "it is not defined now"
 
 
 def test_only_another_definition_replaces_the_tasks_that_wait(world: RecurringWorld) -> None:
@@ -426,14 +402,17 @@ def test_a_paused_schedule_makes_no_task_until_it_is_resumed(world: RecurringWor
 
 
 def test_run_makes_one_task_and_keeps_the_occurrences(world: RecurringWorld) -> None:
-    before = world.recur("1h", start=100, body={"n": 1})
-    world.recurring.pause("r")
-    task = world.recurring.schedule_now("r")
+    name = "x" * 166  # the longest name
+    before = world.recur("1h", name, start=100, body={"n": 1})
+    world.recurring.pause(name)
+    world.clock.advance(0.5)  # the key of a run has milliseconds
+    task = world.recurring.schedule_now(name)
     assert task.body == {"n": 1}
-    assert task.expected_time <= world.now()
+    assert task.expected_time <= max(world.now(), world.at(0.5))
     assert world.broker.ids == [task.id]
-    assert world.recurring.resume("r").next_at == before.next_at
-    assert world.delays.get(task.id).key == task.key
+    assert world.recurring.resume(name).next_at == before.next_at
+    key = world.delays.get(task.id).key
+    assert (key, len(key or "")) == (task.key, 191), "the longest key"
 
 
 def test_a_task_of_run_keeps_the_next_one_away_and_ends_no_pause(world: RecurringWorld) -> None:
@@ -517,14 +496,6 @@ def test_wrong_options_write_nothing(world: RecurringWorld, argument: str, optio
     assert world.recurring.list() == []
 
 
-def test_the_longest_name_fits_into_the_key_of_a_task(world: RecurringWorld) -> None:
-    world.recur(name="x" * 166)
-    world.sweep_at(0)
-    assert len(world.tasks()) == 3
-    world.clock.advance(0.5)  # the key of a run has milliseconds
-    assert len(world.recurring.schedule_now("x" * 166).key or "") == 191
-
-
 def test_a_change_of_other_options_runs_a_missed_occurrence(world: RecurringWorld) -> None:
     before = world.at(-20)
     world.recur("1h", start=-20)
@@ -543,8 +514,3 @@ def test_a_change_leaves_the_task_of_an_occurrence_that_has_passed(world: Recurr
     world.clock.advance(11)
     world.recurring.pause("r")
     assert world.read(task).status is Status.NOT_COMPLETE
-
-
-def test_a_start_that_is_no_longer_defined_is_removed(world: RecurringWorld) -> None:
-    world.recurring.set("r", "report", cron="0 9 * * *", start=world.at(10**8))
-    assert world.recurring.set("r", "report", cron="0 9 * * *").start_at is None
