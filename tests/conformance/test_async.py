@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 from sqlalchemy import event
@@ -24,7 +22,7 @@ from delaytasks.run import calls
 from tests.waiting import wait_until, within
 from tests.world import MonkeyPatch, World, recording
 from tests.world.broker import RecordingTimer
-from tests.world.recording import LIMIT_S, WaitingTimer, delays_on, engine_at, run, run_now
+from tests.world.recording import LIMIT_S, WaitingTimer, engine_at, run, run_now
 
 # The asynchronous twins in threads
 
@@ -54,29 +52,6 @@ def test_many_calls_empty_no_pool_and_block_no_loop(world: World, monkeypatch: M
     assert share < 0.2  # 0.14 or less, on busy and on idle machines
 
 
-def test_the_first_call_runs_in_a_thread(world: World, database_url: str) -> None:
-    """The world makes the tables."""
-    delays, threads = delays_on(database_url, table_prefix="s_"), set[int]()
-    make = DelayTasks._make_runtime
-
-    def recorded(self: DelayTasks) -> Any:
-        threads.add(threading.get_ident())
-        return make(self)
-
-    async def go() -> None:
-        await asyncio.gather(delays.afind(), delays.afind())
-        await delays.aclose()
-
-    with mock.patch.object(DelayTasks, "_make_runtime", recorded):
-        run(go())
-    assert threads - {threading.get_ident()} == threads != set()
-
-
-def test_the_loop_runs_while_a_call_waits(delays: DelayTasks, waiting_timer: WaitingTimer) -> None:
-    task = run(recording.let_arm(waiting_timer, delays.aschedule_delay("mail", {}, 5)))
-    assert waiting_timer.ids == [task.id]
-
-
 def test_the_thread_has_the_context_variables_of_the_caller(delays: DelayTasks) -> None:
     tenant, seen = ContextVar("tenant", default="none"), list[str]()
     delays.events.subscribe(lambda name, fields: seen.append(tenant.get()))
@@ -92,45 +67,6 @@ def test_the_thread_has_the_context_variables_of_the_caller(delays: DelayTasks) 
     assert sorted(seen) == ["acme", "umbrella"]
 
 
-class Blocked:
-    """Let the cancellations of tasks wait for an event, after which they fail."""
-
-    def __init__(self) -> None:
-        self.goes_on = threading.Event()
-        self.started = 0
-
-    def __call__(self, *_: Any) -> None:
-        self.started += 1
-        assert self.goes_on.wait(LIMIT_S)
-        raise ZeroDivisionError
-
-    async def have_started(self, count: int) -> None:
-        while self.started < count:
-            await asyncio.sleep(0)
-
-
-@pytest.fixture
-def blocked(delays: DelayTasks, monkeypatch: MonkeyPatch) -> Iterator[Blocked]:
-    cancellations = Blocked()
-    monkeypatch.setattr("delaytasks.client.cancel_task", cancellations)
-    yield cancellations
-    cancellations.goes_on.set()
-
-
-def test_a_call_cancelled_before_start_is_not_made(delays: DelayTasks, blocked: Blocked) -> None:
-    async def go() -> None:
-        size = delays.settings.pool_size
-        others = [asyncio.create_task(delays.acancel(1)) for _ in range(size)]
-        await blocked.have_started(size)
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(delays.aschedule_delay("mail", {}, 5), 0.05)
-        blocked.goes_on.set()
-        await asyncio.gather(*others, return_exceptions=True)
-        assert len(await delays.afind()) == 0
-
-    run(go())
-
-
 def test_a_call_cancelled_later_completes(delays: DelayTasks, waiting_timer: WaitingTimer) -> None:
     async def go() -> None:
         call = asyncio.create_task(delays.aschedule_delay("mail", {}, 5))
@@ -144,15 +80,6 @@ def test_a_call_cancelled_later_completes(delays: DelayTasks, waiting_timer: Wai
 
     run(go())
     wait_until(lambda: waiting_timer.ids, LIMIT_S, "the task to be armed")
-
-
-def test_the_findings_of_a_check_are_read_in_one_call(delays: DelayTasks) -> None:
-    async def go() -> list[str]:
-        delays.processor("known")(lambda body: None)
-        await delays.aschedule_many([("gone", {}, 5), ("lost", {}, 5), ("known", {}, 5)])
-        return [finding.tag for finding in await delays.acheck()]
-
-    assert sorted(run(go())) == ["gone", "lost"]
 
 
 def test_an_asynchronous_processor_awaits_the_twins(delays: DelayTasks) -> None:
@@ -339,44 +266,3 @@ def test_a_commit_that_is_cancelled_while_its_task_is_sent_has_committed(
 
     run(go())
     wait_until(lambda: len(waiting_timer.ids) == 2, LIMIT_S, "both tasks to be armed")
-
-
-@pytest.mark.slow
-def test_five_hundred_calls_on_sessions_do_not_block_the_event_loop(
-    delays: DelayTasks, timer: RecordingTimer, database_url: str, monkeypatch: MonkeyPatch
-) -> None:
-    seen = recording.own_threads(delays)
-
-    async def one(engine: AsyncEngine, n: int) -> DelayedTask:
-        async with AsyncSession(engine) as session:
-            task = await delays.aschedule_delay("mail", {"n": n}, 5, session=session)
-            await session.commit()
-            return task
-
-    async def go(took: list[float]) -> list[DelayedTask]:
-        async with engine_at(database_url) as engine:
-            first = await one(engine, 0)  # SQLAlchemy connects, and compiles the statement
-            took.clear()
-            return [first, *await asyncio.gather(*(one(engine, n) for n in range(500)))]
-
-    tasks, share = recording.run_timed(monkeypatch, go)
-    assert sorted(timer.ids) == sorted(task.id for task in tasks)
-    assert threading.get_ident() not in seen
-    assert share < 0.07  # 0.036 or less
-
-
-def test_the_engine_of_a_test_that_fails_is_closed(database_url: str) -> None:
-    """Otherwise the garbage collector reports its connections in another test."""
-    engines: list[AsyncEngine] = []
-
-    async def fail() -> None:
-        async with engine_at(database_url) as engine:
-            engines.append(engine)
-            async with engine.connect():
-                pass
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        run(fail())
-    pool: Any = engines[0].sync_engine.pool
-    assert pool.checkedin() == 0

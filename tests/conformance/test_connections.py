@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, NamedTuple
@@ -68,30 +69,23 @@ def counter(request: pytest.FixtureRequest) -> Iterator[Counter]:
         yield made
 
 
-@pytest.mark.parametrize(("where", "delay"), [("beyond", FAR_S), ("within", NEAR_S)])
-def test_a_call_makes_these_round_trips(counter: Counter, where: str, delay: float) -> None:
-    def schedule() -> object:
-        return counter.delays.schedule_delay("note", {"n": 1}, delay)
-
-    schedule()  # opens the connections
-    counter.flush()
-    expected = counter.expected(f"`schedule_delay`, due {where} the horizon")
-    assert counter.of(schedule) == expected
-
-
-def test_a_call_with_a_key_makes_these_round_trips(counter: Counter) -> None:
-    counter.delays.schedule_delay("note", None, FAR_S, key="1")  # opens the connections
-    trips = counter.of(lambda: counter.delays.schedule_delay("note", None, FAR_S, key="2"))
-    assert trips == counter.expected("`schedule_delay` with a key")
-
-
-def test_a_call_of_a_durable_celery_task_makes_these_round_trips(counter: Counter) -> None:
+@pytest.mark.parametrize("step", [*ROUND_TRIPS][:3] + [*ROUND_TRIPS][5:6])
+def test_a_call_makes_these_round_trips(counter: Counter, step: str) -> None:
     @counter.app.task(durable_eta=True, shared=False)
     def remind() -> None: ...
 
-    remind.apply_async(countdown=FAR_S)  # opens the connections
-    trips = counter.of(lambda: remind.apply_async(countdown=FAR_S))
-    assert trips == counter.expected("`apply_async` of a [durable Celery task](move-from-eta.md)")
+    keys = itertools.count()
+
+    def call() -> object:
+        if "apply_async" in step:
+            return remind.apply_async(countdown=FAR_S)
+        delay, key = NEAR_S if "within" in step else FAR_S, next(keys)
+        options: Any = {"key": f"{key}"} if "key" in step else {}
+        return counter.delays.schedule_delay("note", None, delay, **options)
+
+    call()  # opens the connections
+    counter.flush()
+    assert counter.of(call) == counter.expected(step)
 
 
 def test_entries_of_several_calls_are_armed_in_one_round_trip(counter: Counter) -> None:

@@ -208,12 +208,8 @@ def test_an_unreadable_body_does_not_prevent_other_rows_from_running(open_with: 
 
 CHANGES: dict[str, Callable[[str], str]] = {
     "its end": lambda text: text[:-4] + "AAA=",
-    "no token": lambda text: text[:16],
     "another letter": lambda text: text[:40] + "é" + text[41:],
     "no name": lambda text: PREFIX,
-    "a short name": lambda text: text[:12] + text[15:],
-    "a name that is none": lambda text: text[:7] + "ABCDEFGH" + text[15:],
-    "no colon": lambda text: text[:15],
 }
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from sqlalchemy import String, cast, select, text
 
-from delaytasks import DelayedTask, DelayTasks, NewTask, Status, StoreError
+from delaytasks import DelayedTask, DelayTasks, NewTask, Status
 from tests.refusals import invalid
 from tests.world import NASTY, World
-from tests.world.recording import ManualClock, delays_on
+from tests.world.recording import ManualClock
 
 # Rows that are inserted, on every database
 
@@ -84,12 +84,6 @@ def test_an_interrupt_during_a_copy_is_raised_and_no_row_is_written(world: World
     assert world.delays.schedule_many(made) == 400
 
 
-@pytest.mark.slow
-def test_many_large_tasks_are_written_in_one_call(world: World) -> None:
-    assert world.delays.schedule_many(("mail", [n, '"' * 120_000], 60) for n in range(100)) == 100
-    assert world.counted()[Status.NOT_COMPLETE] == 100
-
-
 @pytest.mark.parametrize("is_session", [False, True])
 def test_an_existing_id_stays_and_the_others_are_written(world: World, is_session: bool) -> None:
     old, large = world.schedule(body="old"), "x" * 240_000
@@ -130,13 +124,6 @@ def test_a_row_with_only_the_required_columns_is_a_valid_task(world: World) -> N
     assert sorted(one.tag for one in claimed) == ["least", "mail"]
     assert all(one.id > 0 for one in claimed)
     assert world.worker().end(claimed) == {one.id for one in claimed}
-
-
-def test_missing_tables_are_named_with_the_remedy(database_url: str) -> None:
-    delays = delays_on(database_url, table_prefix="gone_")
-    with pytest.raises(StoreError, match="delaytasks -A APP db upgrade"):
-        delays.get(1)
-    delays.close()
 
 
 # Meta: pairs of strings that are stored with a task and found again, on each database

@@ -259,17 +259,3 @@ def test_the_database_refuses_rows_that_no_process_could_use(
             connection.invalidate()  # its mode was changed
     with world.begin() as connection:
         put(connection, table, PLAIN[name])
-
-
-def test_a_row_with_the_original_columns_alone_is_a_task(world: World) -> None:
-    delays = world.delays
-    past = PAST[world.kind]
-    row = PLAIN["task"] | {"status": "0", "error_stack": "NULL", "version": "0"}
-    row |= {"ip_address": "NULL", "delay_time": "60", "execution_time": "NULL"}
-    row |= dict.fromkeys(("expected_time", "create_time", "update_time"), past)
-    delays.processor("mail")(lambda body: None)
-    with world.begin() as connection:
-        put(connection, world.table().name, row)
-        put(connection, world.table().name, PLAIN["task"] | {"id": "2"})
-    run_all(world, ())
-    assert [delays.get(id).status for id in (1, 2)] == [DONE, DONE]

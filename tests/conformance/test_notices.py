@@ -3,7 +3,7 @@ the commit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -14,7 +14,6 @@ from sqlalchemy.orm import Session
 from delaytasks import DelayedTask, DelayTasks, NewTask
 from tests.conftest import open_store
 from tests.waiting import wait_until
-from tests.world import Entry, World
 from tests.world.notices import ListeningWorker, Notified
 from tests.world.recording import delays_on
 
@@ -100,21 +99,3 @@ def test_a_listener_listens_again_after_a_loss(delays: DelayTasks, worker: Liste
     looks = worker.looks
     schedule(delays)
     wait_until(lambda: worker.looks > looks, 10, "the next notice")
-
-
-def test_a_database_without_notices_has_no_listener(sqlite_path: Callable[[str], str]) -> None:
-    open_store(sqlite_path("quiet"), **NAMES).close()
-    with (
-        closing(delays_on(sqlite_path("quiet"), **NAMES)) as delays,
-        closing(ListeningWorker(delays)) as worker,
-    ):
-        assert worker.gives_up()
-        schedule(delays)
-        assert worker.event_names == []
-
-
-def test_a_reader_of_the_table_finds_the_first_waiting_tasks(world: World) -> None:
-    tasks = [world.schedule(delay=delay) for delay in (30, 10, 20, 90)]
-    world.cancel(tasks[2])
-    found = [Entry.of(tasks[1]), Entry.of(tasks[0])]
-    assert [world.due_within(60, most) for most in (10, 1)] == [found, found[:1]]

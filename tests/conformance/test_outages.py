@@ -22,7 +22,6 @@ from delaytasks.operate.health import HealthChecks, verdict_of
 from delaytasks.operate.state import read_state
 from delaytasks.runtime import runtime_of
 from tests.conftest import new_world
-from tests.services import kill_connections
 from tests.waiting import wait_until
 from tests.world import MainProcess, MonkeyPatch, Settlement, World
 from tests.world.recording import delays_on, refusing, set_columns
@@ -259,23 +258,6 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in found if line.startswith("loop.failed")]
 
 
-@pytest.mark.slow
-def test_a_read_only_database_is_logged_once_for_all_stages(
-    postgresql_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with new_world(World, postgresql_url, table_prefix="ro_") as world:
-        main = MainProcess(world)
-        caplog.set_level(logging.DEBUG, "delaytasks")
-        world.reconnect(READ_ONLY["postgresql"])
-        for _ in range(3):
-            main.sweep()
-        world.reconnect()
-        assert world.count("loop.failed") >= 9  # subscribers receive each failure
-        main.close()
-        errors = [line.partition("error=")[2] for line in lines(caplog)]
-        assert 1 <= len(errors) == len(set(errors)) <= 4, errors
-
-
 def test_a_read_only_database_is_unhealthy_and_restarts_no_worker(postgresql_url: str) -> None:
     with new_world(World, postgresql_url, table_prefix="ro_") as world:
         world.store.workers.report("celery@host", ["default"], "prefork", 2, 0)
@@ -395,20 +377,3 @@ def test_an_error_on_connecting_is_an_outage(database_url: str, tmp_path: Path, 
     ):
         delays.find()
     assert not raised.value.is_unable
-
-
-def test_a_user_who_is_locked_out_while_running_is_an_outage(mysql_url: str) -> None:
-    user = f"locked_{make_url(mysql_url).database}"[:32]
-    with new_world(World, mysql_url, table_prefix=PREFIX) as world:
-        execute(world, f"CREATE USER '{user}'@'%' IDENTIFIED BY 'p'")
-        execute(world, f"GRANT ALL ON {world.url.database}.* TO '{user}'@'%'")
-        url = world.url.set(username=user, password="p").render_as_string(hide_password=False)
-        try:
-            with closing(delays_on(url, table_prefix=PREFIX)) as delays:
-                assert delays.find().tasks == []
-                execute(world, f"ALTER USER '{user}'@'%' ACCOUNT LOCK")
-                kill_connections(mysql_url)
-                with pytest.raises(StoreUnavailableError, match="cannot be reached"):
-                    delays.find()
-        finally:
-            execute(world, f"DROP USER '{user}'@'%'")

@@ -85,13 +85,6 @@ def burst(d: Deployment, tag: str, many: int, due_s: float = 0.5, **more: Any) -
     return tasks
 
 
-def did_not_run(d: Deployment, task: DelayedTask) -> DelayedTask:
-    row = d.delays.get(task)
-    assert (row.runs, row.execution_time) == (0, None)
-    assert str(task.id) not in [run[0] for run in d.runs()]
-    return row
-
-
 def entry(task: DelayedTask, **changes: Any) -> Entry:
     return Entry.of(task)._replace(**changes)
 
@@ -121,10 +114,6 @@ def d(
     deployment.close()
 
 
-def test_tasks_run_once_and_never_early(d: Deployment) -> None:
-    ran_once(d, [d.schedule(delay=n / 100) for n in range(50)])
-
-
 def test_a_burst_at_one_instant_runs_once_each(d: Deployment) -> None:
     ran_once(d, burst(d, "test.note", 1000, body={"file": str(d.file)}))
 
@@ -132,37 +121,6 @@ def test_a_burst_at_one_instant_runs_once_each(d: Deployment) -> None:
 def test_all_workers_share_a_burst_of_tasks_that_take_a_while(d: Deployment) -> None:
     rows = ran_once(d, burst(d, "test.sleep", 80, body={"file": str(d.file), "seconds": 0.1}))
     assert {row.node for row in rows} == {"w0", "w1"}
-
-
-def test_many_tasks_that_wait_do_not_hold_up_one_that_is_due(d: Deployment) -> None:
-    waiting = burst(d, "test.quiet", 1000, due_s=100, body={})
-    for task in waiting:
-        # Also arm each task on its own, as if it had been scheduled alone.
-        d.arm([entry(task)])
-    ran_once(d, [d.schedule(delay=0.3)])
-    assert d.status(waiting[0]) is Status.NOT_COMPLETE
-
-
-def test_a_cancelled_task_does_not_run(d: Deployment) -> None:
-    task, after = d.schedule(delay=0.4), d.schedule(delay=0.5)
-    assert d.delays.cancel(task)
-    ran_once(d, [after])
-    assert did_not_run(d, task).status is Status.CANCELLED
-
-
-@pytest.mark.parametrize("delay_s", [30, 3600], ids=["near", "far"])
-def test_a_task_that_is_rescheduled_for_earlier_runs_then(d: Deployment, delay_s: float) -> None:
-    task = d.schedule(delay=delay_s)
-    d.delays.reschedule(task, 0.3)
-    ran_once(d, [task])
-
-
-def test_a_touched_task_runs_once_when_it_is_left_alone(d: Deployment) -> None:
-    task = d.schedule(delay=0.4)
-    for delay_s in (0.5, 0.6, 0.7):
-        assert d.delays.touch(task, delay_s)
-    [row] = ran_once(d, [task])
-    assert row.expected_time - task.expected_time > timedelta(seconds=0.2)
 
 
 def test_a_task_that_is_committed_after_its_due_time_runs_then(d: Deployment) -> None:
@@ -174,18 +132,6 @@ def test_a_task_that_is_committed_after_its_due_time_runs_then(d: Deployment) ->
     began = time.monotonic()
     ran_once(d, [task])
     assert time.monotonic() - began < d.r1_s() + SLACK_S
-
-
-def test_tasks_of_a_higher_priority_run_first_when_processes_are_busy(d: Deployment) -> None:
-    d.schedule("test.sleep", 0, queue="mail", body={"seconds": 0.8})
-    wait_until(lambda: [run[1] for run in d.runs()][-1:] == ["began"], 10, "the sleeper to begin")
-    body, options = {"file": str(d.file)}, {"queue": "mail", "due_s": 0.3}
-    low, high = (burst(d, "test.note", 20, body=body, priority=each, **options) for each in (1, 8))
-    ran_once(d, low + high)
-    order = [run[0] for run in d.runs()]
-    first = sorted(low + high, key=lambda task: order.index(str(task.id)))[:20]
-    # A few tasks that were already on their way to the process may run earlier.
-    assert sum(task.priority == 8 for task in first) >= 15, order
 
 
 def test_tasks_reach_only_workers_that_serve_their_queue(d: Deployment) -> None:

@@ -53,27 +53,16 @@ def test_rows_with_invalid_values_have_reasons_too(world: World) -> None:
         assert fact_codes(world, task)
 
 
-def test_a_worker_publishes_its_current_tags_and_removes_old_ones(world: World) -> None:
+def test_a_worker_publishes_its_current_tags_unless_they_are_too_many(
+    world: World, make_world: MakeWorld
+) -> None:
     assert tags_of_worker(world) == {"note", "limited"}
+    world.store.workers.remove("w1")
     world.serve("w1", "default", tags=["other"])
     assert tags_of_worker(world) == {"other"}
-
-
-def test_a_worker_that_was_removed_publishes_its_tags_again(world: World) -> None:
-    world.store.workers.remove("w1")
-    world.serve("w1", "default", tags=["note", "limited"])
-    assert tags_of_worker(world) == {"note", "limited"}
-
-
-def test_more_tags_than_the_registry_takes_are_not_published(world: World) -> None:
-    world.serve("w1", "default", tags=TOO_MANY)
+    make_world().serve("w1", "default", tags=TOO_MANY)  # it has started again
     assert tags_of_worker(world) is None
     assert fact_codes(world, world.schedule()) == ["due"], "what is not known is no reason"
-
-
-def test_a_worker_that_starts_again_replaces_its_tags(world: World, make_world: MakeWorld) -> None:
-    make_world().serve("w1", "default", tags=TOO_MANY)
-    assert tags_of_worker(world) is None
 
 
 # The explanation of a task names what the database, the broker and the timer report
@@ -253,23 +242,6 @@ def reschedule(world: World, task: DelayedTask) -> None:
     world.delays.reschedule(task.id, delay=3600)
 
 
-def reschedule_many(world: World, task: DelayedTask) -> None:
-    resume(world, task)
-    assert world.delays.bulk.reschedule(3600, ids=[task.id]).changed == 1
-
-
-def schedule_again(world: World, task: DelayedTask) -> None:
-    resume(world, task)
-    replaced = world.schedule(delay=3600, key="k", queue="paused", on_conflict="replace")
-    assert replaced.id == task.id
-
-
-def rerun(world: World, task: DelayedTask) -> None:
-    world.cancel(task)
-    world.delays.policies.resume(queue="paused")
-    world.delays.rerun(task.id)
-
-
 def rerun_many(world: World, task: DelayedTask) -> None:
     world.cancel(task)
     world.delays.policies.resume(queue="paused")
@@ -277,11 +249,7 @@ def rerun_many(world: World, task: DelayedTask) -> None:
 
 
 @pytest.mark.parametrize(
-    ("due_s", "change"),
-    [
-        (3600, resume),
-        *((-10, each) for each in (reschedule, reschedule_many, schedule_again, rerun, rerun_many)),
-    ],
+    ("due_s", "change"), [(3600, resume), *((-10, each) for each in (reschedule, rerun_many))]
 )
 def test_a_hold_before_the_due_time_is_no_reason(
     world: World, due_s: float, change: Callable[[World, DelayedTask], None]
