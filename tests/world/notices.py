@@ -57,10 +57,6 @@ class ListeningWorker:
         """Whether the worker has a connection that listens."""
         return self._listener.is_listening
 
-    def gives_up(self) -> bool:
-        """Return whether the worker finds that it will never receive notices."""
-        return self._listener._turn() is None
-
     def close(self) -> None:
         self._listener.loop.stop()
         self._times.stop()

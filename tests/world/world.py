@@ -39,7 +39,7 @@ from delaytasks.run.observers import RunCounts
 from delaytasks.run.runner import Report, Runner
 from delaytasks.worker import sweep as sweeps
 from delaytasks.worker.processes import Processes
-from delaytasks.worker.sweep import OverdueQueues, emit_recovered
+from delaytasks.worker.sweep import OverdueQueues
 from tests.proxy import Proxy, proxy_to
 from tests.world.broker import WorldBroker
 from tests.world.recording import counted, delays_on, set_columns
@@ -455,10 +455,6 @@ class World:
         self._workers.pop(name, None)
         return self.store.leases.recover_dead([name], max_lost_leases)
 
-    def report(self, recovered: Recovered, **fields: Any) -> None:
-        """Report recovered rows, as the worker does that recovered them."""
-        emit_recovered(self.delays.events, recovered, **fields)
-
     def lapse(self, *tasks: DelayedTask, max_lost_leases: int = 5) -> int:
         """End the leases of these tasks, and return how many rows were recovered."""
         over = self.now() - timedelta(seconds=1)
@@ -622,11 +618,6 @@ class World:
     def has_row_locks(self) -> bool:
         """Whether rows are locked one by one. SQLite has one writer at a time."""
         return self.kind != "sqlite"
-
-    @property
-    def counts_moves(self) -> bool:
-        """Whether the version of a row is the number of its moves, also after a claim."""
-        return self.kind != "postgresql"
 
     def reconnect(self, *statements: str) -> None:
         """Replace all connections, with these statements at the start of each new one."""
