@@ -7,9 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import pytest
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -68,12 +66,6 @@ def blocks(page: Path) -> Iterator[Block]:
             yield Block(language, text, number + 2, runs, before)
         if stripped:
             before = stripped
-
-
-def blocks_of(language: str) -> list[Any]:
-    """Return the blocks of a language as parameters of a test."""
-    found = [(page, part) for page in PAGES for part in blocks(page) if part.language == language]
-    return [pytest.param(*each, id=f"{each[0].relative_to(ROOT)}:{each[1].line}") for each in found]
 
 
 def block_beginning(page: str, text: str) -> Block:

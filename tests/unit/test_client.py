@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import gc
 import inspect
@@ -27,10 +26,8 @@ from celery import Celery, _state
 from sqlalchemy import Engine, create_engine, event
 
 import delaytasks
-from delaytasks import DelayedTask, DelayTaskError, DelayTasks, NewTask, Processor, Status
-from delaytasks.testing import DelaysTester
+from delaytasks import DelayedTask, DelayTasks, NewTask, Processor, Status
 from tests.conftest import open_store
-from tests.doc_pages import blocks
 from tests.running import output_of
 from tests.world import World, run_chunk
 from tests.world.recording import ManualClock, delays_on
@@ -39,11 +36,10 @@ from tests.world.recording import ManualClock, delays_on
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def public_names(kind: type = DelayTasks) -> set[str]:
-    instance: Any = object.__new__(kind)
+def public_names() -> set[str]:
+    instance: Any = object.__new__(DelayTasks)
     instance.__init__(None)
     return {name for name in dir(instance) if not name.startswith("_")}
 
@@ -153,51 +149,6 @@ def test_the_reference_lists_each_public_name() -> None:
     page = (ROOT / "docs" / "reference.md").read_text()
     members = page.partition("::: delaytasks.DelayTasks\n")[2].partition("\n\n")[0]
     assert set(re.findall(r"- (\w+)$", members, re.MULTILINE)) == public_names() - TWINS
-
-
-def test_every_error_can_be_imported_from_the_package() -> None:
-    def kinds(of: type[DelayTaskError]) -> Iterator[type[DelayTaskError]]:
-        for kind in of.__subclasses__():
-            yield from (kind, *kinds(kind))
-
-    defined = {one for one in kinds(DelayTaskError) if one.__module__ == DelayTaskError.__module__}
-    assert {getattr(delaytasks, kind.__name__) for kind in defined} == defined
-    assert {kind.__name__ for kind in defined} <= {*delaytasks.__all__}
-
-
-# -- the documentation ----------------------------------------------------------------------------
-
-
-def _used_names(page: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield the line, the object and the attribute for each use of the API in a page's code."""
-    for block in blocks(page):
-        if block.language != "python":
-            continue
-        try:
-            tree = ast.parse(block.text)
-        # The block is an excerpt. Other tests of the documentation report invalid code.
-        except SyntaxError:
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module == "delaytasks":
-                for alias in node.names:
-                    yield block.line + node.lineno - 1, "delaytasks", alias.name
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                yield block.line + node.lineno - 1, node.value.id, node.attr
-
-
-@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
-def test_the_documentation_uses_public_names_only(page: Path) -> None:
-    known = {"delays": public_names() | {"init_app"}}  # the extension of Flask has one more
-    known["delaytasks"] = {*delaytasks.__all__, "contrib", "testing"}
-    if page.name in ("testing.md", "django.md"):  # there, `delays` is the tester, too
-        known["delays"] |= public_names(DelaysTester)
-    wrong = [
-        f"{page.name}:{line}: {name}.{attribute}"
-        for line, name, attribute in _used_names(page)
-        if name in known and attribute not in known[name]
-    ]
-    assert not wrong
 
 
 # -- the path to the INSERT statement -------------------------------------------------------------

@@ -13,20 +13,14 @@ file, and runs the commands of the page. `test_docs.py` runs the commands of oth
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.doc_pages import NAMES, PAGES, ROOT, SHELLS, Block, blocks, blocks_of, environment
+from tests.doc_pages import NAMES, PAGES, ROOT, SHELLS, blocks, environment
 from tests.doc_pages import files_test as files_test_of
-
-
-@pytest.mark.parametrize(("page", "block"), blocks_of("python"))
-def test_each_python_block_is_python(page: Path, block: Block) -> None:
-    compile(block.text, f"{page.name}:{block.line}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
