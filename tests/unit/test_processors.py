@@ -129,17 +129,6 @@ def test_a_handle_schedules_tasks_of_its_tag(world: World) -> None:
     assert len(own.find(tag="mail.send")) == 6
 
 
-def test_the_module_level_decorator_makes_handles_of_the_default_instance() -> None:
-    code = (
-        "import delaytasks, sys\n"
-        "@delaytasks.processor('a')\n"
-        "def work(body): return body\n"
-        "assert isinstance(work, delaytasks.Processor) and work(5) == 5\n"
-        "assert 'sqlalchemy' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
 # -- A processor's schema converts valid bodies and refuses invalid ones --------------------------
 
 
@@ -416,6 +405,10 @@ RETRIES: list[tuple[BaseException, Any, str | None, float | None]] = [
     (KeyError(), BY_ERROR, "90s", 90),
     (ValueError(), BY_ERROR, "90s", None),
     (KeyError(), None, "90s", 90),
+    (SystemExit(), None, "90s", None),
+    (SystemExit(), "1m", None, None),
+    (SystemExit(), {SystemExit: "1m"}, "90s", 90),
+    (delaytasks.BodyRefusedError("no", "body"), {BaseException: "1m"}, "90s", None),
 ]
 
 

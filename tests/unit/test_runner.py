@@ -57,32 +57,6 @@ def test_a_processor_that_raises_fails_only_its_row(make_world: MakeWorld, error
     assert [fields["id"] for fields in world.told("task.failed")] == [tasks[1].id]
 
 
-@pytest.mark.parametrize("own", [None, "1m"])
-@pytest.mark.parametrize(
-    ("error", "of_tag", "is_retried"),
-    [
-        (ValueError(), None, "by its own schedule"),
-        (ValueError(), "1m", "always"),
-        (ValueError(), {ValueError: None, Exception: "1m"}, "never"),
-        (SystemExit(3), None, "never"),
-        (SystemExit(3), "1m", "never"),
-        (KeyboardInterrupt(), {Exception: "1m"}, "never"),
-        (SystemExit(3), {SystemExit: "1m"}, "always"),
-        (e.BodyRefusedError("no", "body"), {BaseException: "1m"}, "never"),
-    ],
-)
-def test_a_schedule_of_a_tag_or_a_task_retries_the_same_errors(
-    world: World, error: BaseException, of_tag: Any, is_retried: str, own: str | None
-) -> None:
-    def fail(body: Any) -> None:
-        raise error
-
-    world.delays.processor("fail", retries=of_tag)(fail)
-    world.run(task := world.schedule("fail", retries=own))
-    again = is_retried == "always" or (is_retried == "by its own schedule" and own is not None)
-    assert world.statuses([task]) == ["NOT_COMPLETE" if again else "FAILED"]
-
-
 @pytest.mark.parametrize(("options", "second"), [({}, "NOT_COMPLETE"), ({"batch": 9}, "RUNNING")])
 def test_a_stopping_worker_settles_and_gives_back(world: World, options: Any, second: str) -> None:
     def stop(_: Any) -> None:
@@ -189,14 +163,6 @@ def test_after_the_time_budget_rows_are_given_back_and_results_settled_during_a_
     assert world.run(*rest).ran == 3, "and they run elsewhere"
 
 
-@pytest.mark.parametrize(("rows", "threads"), [(1, []), (2, ["delaytasks-time-budget"])])
-def test_only_several_rows_need_a_time_budget(world: World, rows: int, threads: list[str]) -> None:
-    tasks, before = [world.schedule() for _ in range(rows)], set(threading.enumerate())
-    world.run(*tasks)
-    assert [thread.name for thread in set(threading.enumerate()) - before] == threads
-    assert world.statuses(tasks) == ["DONE"] * rows
-
-
 def test_no_row_is_started_if_its_lease_may_be_over(make_world: MakeWorld) -> None:
     world = make_world(lease=0.2, _chunk_time_budget_s=0.05)
     tasks = [world.schedule() for _ in range(3)]
@@ -278,18 +244,11 @@ def test_rows_that_fit_the_time_budget_run_by_their_due_times(make_world: MakeWo
     assert world.notes[-3:] == ["slower", "note", "slower"]
 
 
-def outlasting(make_world: MakeWorld) -> World:
-    """Return such a world in which a row of the tag runs until its time budget is over."""
-
+def test_a_slow_row_gives_back_slow_rows_and_no_quick_ones(make_world: MakeWorld) -> None:
     def outlast(body: Any) -> None:
         wait_until(lambda: world.count("chunk.gave_back"), 5, "the end of the time budget")
 
     world = mixed(make_world, outlast)
-    return world
-
-
-def test_a_slow_row_gives_back_slow_rows_and_no_quick_ones(make_world: MakeWorld) -> None:
-    world = outlasting(make_world)
     slow = [world.schedule("slow", number) for number in range(3)]
     quick = [world.schedule(body="quick") for _ in range(20)]
     report = world.run(*slow, *quick)
@@ -299,27 +258,6 @@ def test_a_slow_row_gives_back_slow_rows_and_no_quick_ones(make_world: MakeWorld
     rows, seconds = report.sample
     assert rows == 23, "the rows that were given back count as what they would take"
     assert seconds == pytest.approx(3 * BUDGET_S, rel=0.5)
-
-
-def test_a_slow_row_counts_as_one_time_budget(make_world: MakeWorld) -> None:
-    world = mixed(make_world, lambda body: threading.Event().wait(4 * BUDGET_S))
-    quick = [world.schedule() for _ in range(19)]
-    report = world.run(*quick, world.schedule("slow"))
-    rows, seconds = report.sample
-    assert (report.ran, rows) == (20, 20)
-    assert seconds < 3 * BUDGET_S < 4 * BUDGET_S < report.seconds
-
-
-def test_a_chunk_of_slow_rows_makes_the_next_one_small(make_world: MakeWorld) -> None:
-    world = outlasting(make_world)
-    report = world.run(*[world.schedule("slow", number) for number in range(40)])
-    assert report.ran == 1
-    main = MainProcess(world)
-    for make in (Report(200, 200, 0.0002, sample=(200, 0.0002)), report):
-        main.take(1)
-        main.pool.end(make)
-    main.take(4)
-    assert main.sizes() == [1, 1]
 
 
 # -- tags without a processor --------------------------------------------------------------------
@@ -397,21 +335,6 @@ def test_recovered_rows_share_the_backlogs_time(make_world: MakeWorld, ahead: Ma
     assert drain(2) == [7, 8]
 
 
-def test_a_recovered_row_that_is_held_is_not_counted(world: World, ahead: ManualTime) -> None:
-    world.limit("limited", concurrency=1)
-    world.delays.processor("limited")(world.notes.append)
-    running, lapsed = world.schedule("limited"), world.schedule("limited")
-    world.claim(running, by="worker-2")
-    world.change(lapsed, lapses=1)
-    for number in range(4):
-        world.schedule(body=number)
-    assert world.drain(most=2).is_full
-    ahead.at += RECOVERED_S
-    assert world.drain(most=2).is_full
-    assert world.statuses([lapsed]) == ["HELD"]
-    assert not world.drain(most=2).is_full, "one row was left"
-
-
 # -- entries that the claim does not return ------------------------------------------------------
 
 
@@ -485,8 +408,6 @@ def test_the_reported_duration_of_a_chunk_is_the_time_of_its_processors(world: W
     assert report.seconds < 0.1 < 0.4 < time.monotonic() - began
 
 
-# -- a process claims its next chunk and settles its last one while a chunk runs -------------------
-
 # -- in a backlog, a runner claims the next chunk while the current one runs ----------------------
 
 
@@ -530,27 +451,6 @@ def test_a_chunk_that_waits_for_a_slow_row_is_given_back(
     gate.is_open.set()
     running.result(5)
     assert world.statuses(tasks[:1]) == ["DONE"]
-
-
-def test_the_chunk_after_a_slow_row_is_claimed_shortly_before(make_world: MakeWorld) -> None:
-    world = make_world(_chunk_time_budget_s=0.2, _chunk_max=1)
-    is_claimed, seen = threading.Event(), list[bool]()
-
-    def slow(number: int) -> None:
-        if number == 0:
-            time.sleep(1)  # the process learns this
-            return
-        is_claimed.clear()
-        time.sleep(0.05)  # a claim that does not rest is done by now
-        seen.extend([is_claimed.is_set(), is_claimed.wait(5)])
-
-    world.delays.processor("slow")(slow)
-    world.run(world.schedule("slow", 0))
-    world.after_claim = is_claimed.set
-    tasks = [world.schedule("slow", 1), world.schedule()]
-    drain(world)
-    assert seen == [False, True]
-    assert world.statuses(tasks) == ["DONE", "DONE"]
 
 
 def test_other_tasks_that_wait_end_the_backlog_of_this_process(single: World) -> None:

@@ -112,27 +112,6 @@ def test_a_long_row_delays_no_settlement_and_no_chunk(detaching: World, gate: Ga
     assert (last.ran, last.detached) == (1, ()), "the next report tells of it"
 
 
-def test_detached_rows_are_settled_together(detaching: World, pool: Executor) -> None:
-    world, doors = detaching, [threading.Event() for _ in range(2)]
-    inside: list[int] = []
-    settled: list[int] = []
-    half = world.delays.processor("half", in_flight=20)
-    half(lambda body: inside.append(body) or doors[body].wait(10))
-    tasks = [world.schedule("half", n % 2) for n in range(20)]
-    world.before_settle = lambda settlements: settled.append(len(settlements))
-    running = pool.submit(world.run, *tasks)  # the rows occupy all slots
-    try:
-        wait_until(lambda: len(inside) == 20, 5, "all to run")
-        doors[0].set()
-        running.result(5)
-        wait_until(lambda: world.statuses(tasks).count("DONE") == 10, 5, "the first half")
-        assert len(settled) <= 3, "in bulk"
-    finally:
-        doors[1].set()
-    world.worker().finish()
-    assert world.statuses(tasks) == ["DONE"] * 20
-
-
 def test_a_chunk_ends_when_a_slot_is_free(detaching: World, gate: Gate, pool: Executor) -> None:
     running = pool.submit(detaching.run, *[detaching.schedule("wait") for _ in range(5)])
     gate.wait_for(5)
