@@ -6,29 +6,19 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from datetime import datetime, timezone
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery.concurrency import solo
 
 from tests.waiting import wait_until
-from tests.world import (
-    Entry,
-    FailureReason,
-    MainProcess,
-    MakeWorld,
-    MonkeyPatch,
-    Report,
-    WaitlistState,
-    World,
-)
+from tests.world import Entry, FailureReason, MainProcess, MakeWorld, Report, WaitlistState, World
 from tests.world.recording import ManualClock, ManualTime
 
 MakeMain = Callable[[int], "Main"]
 #: How much longer late entries wait if their queue has a backlog, how long a process continues with
-#: a backlog, also in turn with another one, and when a slow chunk gets another one beside it.
-BACKLOG_WAIT_S, CONTINUE_S, CONTINUE_IN_TURN_S, HELD_UP_S = 10.0, 2.0, 0.5, 0.26
+#: a backlog, and when a slow chunk gets another one beside it.
+BACKLOG_WAIT_S, CONTINUE_S, HELD_UP_S = 10.0, 2.0, 0.26
 
 
 class Main(MainProcess):
@@ -112,15 +102,6 @@ def test_a_drain_looks_at_the_priorities_of_entries_that_come_meanwhile(main: Ma
     main.end(is_full=True)
     [drained] = {chunk.priorities for chunk in main.requests[1:] if not chunk.entries}
     assert set(drained) == {*before, 8}
-
-
-def test_a_drain_that_is_requested_again_looks_again(main: Main) -> None:
-    main.drain()
-    main.drain()  # while the first chunk is on its way
-    main.end(0)
-    assert main.drained() == ["default"]
-    main.end(0)
-    assert main.requests == []
 
 
 def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(main: Main) -> None:
@@ -282,46 +263,6 @@ def test_an_empty_queue_behind_a_slow_task_is_read_once(make_main: MakeMain) -> 
     assert main.requests == []
 
 
-def test_a_look_whose_time_comes_after_the_decision_is_made(
-    main: Main, monkeypatch: MonkeyPatch
-) -> None:
-    main.drain()
-    main.time.at += HELD_UP_S - 0.02
-    decide = main.dispatcher._next_chunk
-
-    def decide_before() -> Any:
-        request = decide()
-        main.time.at += 0.02
-        return request
-
-    monkeypatch.setattr(main.dispatcher, "_next_chunk", decide_before)
-    main.pump()
-    assert len(main.requests) == 1
-    main.look()
-    assert len(main.requests) == 2
-
-
-def test_each_slow_chunk_of_many_drains_gets_another_one_beside_it(make_main: MakeMain) -> None:
-    main = make_main(40)
-    for number in range(20):
-        main.dispatcher.start_drain(f"q{number}", (0,))
-    assert len(main.requests) == 20
-    main.pump_later(HELD_UP_S)
-    assert len(main.requests) == 40, "another process for each"
-
-
-def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_requested_later(main: Main) -> None:
-    main.drain()
-    main.pump_later(HELD_UP_S)
-    slow = main.pool.requests.pop(0)
-    main.end(0)
-    main.pool.limit = 1  # the slow chunk occupies the only process
-    main.drain()
-    assert main.requests == []
-    slow[1](Report(3, 1, 12.0))
-    assert main.drained() == ["default"]
-
-
 def test_a_drain_survives_its_process_and_not_the_loss_of_the_database(main: Main) -> None:
     main.drain()
     main.lose_process()
@@ -342,16 +283,6 @@ def test_processes_drain_a_large_backlog_until_the_worker_stops(main: Main) -> N
     assert main.capacity() > 0, "they have time for entries that become due"
     main.stop()
     assert main.others_wait
-
-
-def test_draining_processes_share_their_time_with_another_queue(draining: Main) -> None:
-    draining.drain("mail", 0)
-    assert draining.others_wait
-    draining.end(is_full=True)
-    assert not draining.others_wait, "a process drains the other queue"
-    draining.end(is_full=True)
-    assert {*draining.drained()} == {"default", "mail"}
-    assert draining.continue_s() == [0, CONTINUE_IN_TURN_S]
 
 
 def test_a_solo_pool_drains_chunk_by_chunk(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,54 +393,3 @@ def test_a_pool_that_refuses_a_chunk_pauses_and_keeps_the_other_entries(main: Ma
     main.pool.is_broken = False
     main.pump_later(1.0)
     assert main.sizes() == [10, 10]
-
-
-class Sent:
-    """A request that is registered in billiard's pool and that no process has started yet."""
-
-    def __init__(self, books: dict[int, Any], written_to: Any) -> None:
-        self._cache, self._job, self._books = books, len(books), books
-        self._write_to = written_to
-        books[self._job] = self
-
-    def ready(self) -> bool:
-        return False
-
-
-def process_of(pid: int, is_alive: bool = True) -> Any:
-    return SimpleNamespace(pid=pid, inqW_fd=pid + 100, _is_alive=lambda: is_alive)
-
-
-#: The process to which the pool wrote a chunk, and whether the chunk reached that process.
-WRITTEN = [
-    pytest.param(process_of(1), True, id="to one that was there"),
-    pytest.param(process_of(1, is_alive=False), False, id="to one that died"),
-    pytest.param(process_of(2), False, id="to one that died, whose successor has its pipe"),
-    pytest.param(None, False, id="to nobody yet"),
-]
-
-
-@pytest.mark.parametrize(("written_to", "is_written"), WRITTEN)
-def test_a_forgotten_chunk_blocks_no_process(main: Main, written_to: Any, is_written: bool) -> None:
-    books: dict[int, Any] = {}
-    keep = main.pool.apply_async
-    busy: set[int] = set()
-    main.pool._pool = SimpleNamespace(_pool=[process_of(1)], _busy_workers=busy)  # type: ignore[attr-defined]
-
-    def apply_async(*args: Any, **options: Any) -> Sent:
-        keep(*args, **options)
-        return Sent(books, written_to)
-
-    main.pool.apply_async = apply_async  # type: ignore[method-assign]
-    main.take(20)
-    main.reconnect()
-    assert main.sizes() == [10, 10], "nothing is forgotten yet"
-    first = books.pop(0)
-    main.reconnect()
-    again = [request.entries for request in main.requests[2:]]
-    assert again == ([] if is_written else [main.requests[0].entries])
-    assert books.get(0) is (first if is_written else None)
-    assert busy == ({101} if is_written else set()), "Celery before 5.7 forgets this, too"
-    # The report arrives after all, or the process was busy with another request for a long time.
-    main.end(10, 0.005)
-    assert main.world.count("chunk.failed") == 0
