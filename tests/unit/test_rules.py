@@ -38,7 +38,7 @@ from tests.waiting import wait_until
 from tests.world import MonkeyPatch
 from tests.world.recording import ManualTime
 
-MAIL, SLOW = ("default", "mail"), ("slow", "mail")
+MAIL = ("default", "mail")
 NOW = datetime(2026, 11, 25, tzinfo=timezone.utc)
 
 # -- waitlists: rates, capacity, and the waitlist that a free process visits ----------------------
@@ -84,9 +84,9 @@ class Tracked(TrackedWaitlists):
         self.update([WaitlistState(*MAIL, free, recheck_s)])
         return self.check_in_s
 
-    def ends(self, free: int, is_probe: bool = False) -> float:
+    def ends(self, free: int) -> float:
         """A process returns from the waitlist and reports this number of free slots."""
-        self.update([WaitlistState(*MAIL, free)], MAIL, is_probe)
+        self.update([WaitlistState(*MAIL, free)], MAIL)
         return self.check_in_s
 
     @property
@@ -121,27 +121,6 @@ def test_a_full_waitlist_is_checked_again_later(found: Tracked) -> None:
     found.ends(1)
     assert found.visits() == [MAIL]
     assert found.ends(0) == 0.02
-
-
-def test_probes_without_success_become_rarer_down_to_one_a_second(found: Tracked) -> None:
-    found.sees(1)
-    assert found.visits() == [MAIL]
-    assert found.visits(3, tracked_waitlists.PROBE_S) == [MAIL, MAIL, None]
-    found.ends(0, is_probe=True)
-    waits = []
-    for _ in range(5):
-        waits.append(found.ends(0, is_probe=True))
-        assert found.visits() == [None]
-        assert found.visits(2, waits[-1]) == [MAIL, None]
-    assert waits == [0.4, 0.8, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S]
-
-
-def test_a_waitlist_whose_process_failed_is_visited_again(found: Tracked) -> None:
-    found.sees(1)
-    assert found.visits() == [MAIL]
-    found.visit_failed(MAIL)
-    assert found.check_in_s == 0.02
-    assert found.visits(1, WAITLIST_RECHECK_S) == [MAIL]
 
 
 def test_many_waitlists_are_checked_rarely_singly(found: Tracked, monkeypatch: MonkeyPatch) -> None:

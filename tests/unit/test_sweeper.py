@@ -1,4 +1,4 @@
-"""A sweep arms the rows that are due within the horizon, expires workers, drains and purges."""
+"""A sweep arms the rows that are due within the horizon, expires workers and drains queues."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from delaytasks import DelayedTask, Status, StoreUnavailableError
 from tests.world import Entry, MainProcess, MakeWorld, World
 from tests.world.recording import CrashError, ManualClock, ManualTime
 
-#: The rows that one statement recovers or purges, and the queues that one check reads in turn.
-STEP_ROWS, MOST_OTHERS = 500, 100
+#: The queues that one check reads in turn.
+MOST_OTHERS = 100
 
 
 def armed_until(world: World) -> datetime:
@@ -137,7 +137,7 @@ def test_without_a_horizon_nothing_is_armed_by_sweeps(make_world: MakeWorld) -> 
     assert world.sweep_later() == []
 
 
-# -- A sweep is alone, expires workers, drains queues and purges ----------------------------------
+# -- A sweep is alone, expires workers and drains queues -------------------------------------------
 
 
 def test_partitions_share_the_rows_and_the_first_does_the_other_work(make_world: MakeWorld) -> None:
@@ -199,29 +199,6 @@ def test_a_worker_that_dies_during_a_sweep_is_not_forgotten(make_world: MakeWorl
         world.sweep_later(1)
     world.sweep_later(1)
     assert ids <= {*world.broker.ids}
-
-
-# -- overdue rows --------------------------------------------------------------------------------
-
-
-PURGES: list[Any] = [("30d", timedelta(days=29), STEP_ROWS + 13), ("30d", timedelta(days=31), 3)]
-PURGES += [(None, timedelta(days=31), STEP_ROWS + 13), ("1h", timedelta(hours=2), 3)]
-
-
-@pytest.mark.parametrize(("setting", "age", "left"), PURGES)
-def test_rows_that_ended_long_ago_are_deleted_and_all_others_stay(
-    make_world: MakeWorld, setting: Any, age: timedelta, left: int
-) -> None:
-    world = make_world(**({} if setting == "30d" else {"purge_after": setting}))
-    due_s, done = -age.total_seconds(), int(Status.DONE)
-    world.put_many(STEP_ROWS + 10, due_s=due_s)
-    world.set_columns("tasks", status=done, update_time=world.now() - age)
-    for status in (Status.NOT_COMPLETE, Status.RUNNING):
-        world.change(world.put(status, due_s=due_s), update_time=world.now() - age)
-    world.change(world.put(Status.FAILED, due_s=due_s), update_time=world.now())
-    world.sweep_later()
-    assert sum(world.counted().values()) == left
-    assert world.count("task.purged") == STEP_ROWS + 13 - left
 
 
 # -- the thread of a worker that sweeps -----------------------------------------------------------
