@@ -38,14 +38,6 @@ def patient(timer: ArmingThread, monkeypatch: pytest.MonkeyPatch) -> ArmingThrea
     return timer
 
 
-def test_entries_armed_in_quick_succession_are_sent_in_one_call(timer: ArmingThread) -> None:
-    for id in range(100):
-        assert timer.arm([entry(id)])
-    assert timer.flush(5)
-    assert timer.broker.ids == list(range(100))
-    assert len(timer.broker.calls) <= 3
-
-
 def test_due_tasks_are_sent_together(timer: ArmingThread, monkeypatch: pytest.MonkeyPatch) -> None:
     timer.change(monkeypatch, send_interval_s=3600.0)
     timer.arm([entry(0, 0)])

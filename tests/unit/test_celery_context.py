@@ -35,23 +35,6 @@ def _leave_nothing_behind() -> Iterator[None]:
 # -- celery exposes the row whose processor is running --------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["single", "thread"])
-def test_each_row_has_its_own_request(world: World, mode: str) -> None:
-    def look(body: Any) -> None:
-        request = current_task.request
-        world.notes.append((current_task.name, request.id, request.retries))
-
-    for tag in "ab":
-        world.delays.processor(tag, **MODES[mode])(look)
-    tasks = [world.schedule(tag, priority=9 - n) for n, tag in enumerate("aaba")]
-    world.change(tasks[1], runs=3)
-    world.run(*tasks)
-    retries = (0, 3, 0, 0)
-    expected = [(task.tag, str(task.id), n) for task, n in zip(tasks, retries, strict=True)]
-    seen = world.notes if mode == "single" else sorted(world.notes)
-    assert seen == (expected if mode == "single" else sorted(expected))
-
-
 def test_a_request_has_the_attributes_of_a_request_of_celery(world: World) -> None:
     world.worker(hostname="w@host")
     world.delays.processor("a")(lambda body: world.notes.append(current_task.request))
@@ -62,6 +45,7 @@ def test_a_request_has_the_attributes_of_a_request_of_celery(world: World) -> No
     first, second = sorted(world.notes, key=lambda request: int(request.id))
     assert first is not second
     assert (first.id, first.root_id, first.task) == (str(task.id), str(task.id), "a")
+    assert (first.retries, second.retries) == (1, 0)
     assert (first.hostname, first.args, first.kwargs) == ("w@host", ({"n": 1},), {})
     assert first.delivery_info == {"routing_key": "mail", "priority": 3, "redelivered": True}
     assert second.delivery_info["redelivered"] is False

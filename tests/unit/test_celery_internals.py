@@ -66,15 +66,6 @@ def test_a_worker_connects_again_while_a_process_of_its_pool_has_exited(pool: Ta
     hub.close()
 
 
-def test_a_celery_task_says_whether_it_stores_ignored_errors() -> None:
-    app = bare_app()
-
-    @app.task(shared=False)
-    def work() -> None: ...
-
-    assert work.store_errors_even_if_ignored is False
-
-
 def test_beat_logs_the_name_of_each_task_that_it_sends(caplog: pytest.LogCaptureFixture) -> None:
     app = bare_app()
     entry = ScheduleEntry("entry", "a.task", schedule=schedule(timedelta(1)), app=app)

@@ -27,7 +27,6 @@ from delaytasks.cli.main import delays, main
 from delaytasks.model import errors
 from delaytasks.model.text import TABLES_REMEDY
 from delaytasks.operate.task_calls import pretty_body
-from tests.running import ROOT
 from tests.world import MonkeyPatch
 
 HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] :smile: \r\n\u202eforged line\x9b1m"
@@ -338,14 +337,6 @@ def test_commands_options_and_values_are_completed() -> None:
     assert status.upper() == "FAILED"
 
 
-def test_click_makes_the_script_that_the_docs_name() -> None:
-    code = "from delaytasks.cli.main import main; main(prog_name='delaytasks')"
-    command = [sys.executable, "-c", code]
-    environment = {**os.environ, "_DELAYTASKS_COMPLETE": "bash_source", "PYTHONPATH": str(ROOT)}
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert "_delaytasks_completion" in shown.stdout
-
-
 # -- `up` runs processes with one log, and stops them together ------------------------------------
 
 
@@ -364,13 +355,6 @@ def run_together(**programs: str) -> bool:
     """Run the programs, and stop them as soon as the worker is ready."""
     commands = {name: [sys.executable, "-c", code] for name, code in programs.items()}
     return up.run_together(commands, lambda: os.kill(os.getpid(), signal.SIGINT))
-
-
-def test_all_processes_are_stopped_by_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_together(worker=POLITE, beat=POLITE)
-    log = capfd.readouterr().out
-    assert "worker  │ bye" in log
-    assert log.endswith("all stopped\n")
 
 
 def test_a_process_that_does_not_stop_is_killed(monkeypatch: MonkeyPatch) -> None:

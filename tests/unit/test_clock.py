@@ -225,17 +225,6 @@ def test_entries_due_in_quick_succession_are_delivered_together_but_not_after_a_
         collector.turn()
 
 
-def test_an_earlier_entry_wakes_the_thread(start: Start) -> None:
-    collector = start(Clock())
-    collector.add("far", 3600_000_000)
-    wait_until(lambda: collector.sleeps, 5, "the thread to sleep")
-    due_us = collector.add("near", 50_000)
-    wait_until(lambda: collector.came, 10, "the near one", 0.001)
-    assert collector.names == ["near"]
-    assert 0 <= collector.came[0][1] - due_us < 500_000
-    assert len(collector.wheel) == 1
-
-
 def test_stopping_returns_the_remaining_entries_and_ends_their_delivery(start: Start) -> None:
     collector = start(Clock())
     for n in range(100):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from delaytasks import ConfigError
-from tests.running import ROOT
 from tests.world.recording import delays_on
 
 pytestmark = pytest.mark.quick
@@ -41,23 +38,3 @@ def test_a_missing_driver_has_a_remedy(scheme: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=rf"pip install {re.escape(PACKAGES[scheme])}"):
         delays_on(f"{scheme}://h/d").find()
-
-
-#: The modules that compare the name of a database, and why they do not use `for_database`.
-COMPARING = {
-    "db/database.py": "SQLite URLs name no driver",
-    "db/engines.py": "is about SQLite only",
-    "db/types.py": "SQLAlchemy also asks for dialects that are not supported, for a log",
-}
-
-
-def compares_a_name(path: Path) -> bool:
-    compared = [node for node in ast.walk(ast.parse(path.read_text())) if type(node) is ast.Compare]
-    constants = {getattr(each, "value", None) for node in compared for each in ast.walk(node)}
-    return bool(constants & {"postgresql", "mysql", "mariadb", "sqlite"})
-
-
-def test_only_contrib_and_modules_with_a_reason_compare_the_name_of_a_database() -> None:
-    root = ROOT / "delaytasks"
-    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if compares_a_name(path)}
-    assert {path for path in found if not path.startswith("contrib/")} == set(COMPARING)

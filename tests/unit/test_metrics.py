@@ -74,12 +74,6 @@ def test_a_port_that_another_worker_still_has_is_served_as_soon_as_it_is_free(tw
     assert two.events.counts["metrics.not_served"] == 1
 
 
-def test_a_worker_that_has_ended_does_not_try_its_port_again(two: Two) -> None:
-    two.later.stop()
-    two.earlier.stop()
-    assert not is_served(two.port)
-
-
 # -- how long the metrics of the databases are kept before they are read again --------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from math import inf
 from typing import Any
 
@@ -22,18 +21,6 @@ def test_an_error_is_reported_and_the_next_chunk_is_watched() -> None:
         budget.open(Chunk([], inf, 60))
         wait_until(lambda count=count: len(expired) == count and errors, 5, "the end of its time")  # type: ignore[misc]
     assert [type(error) for error in errors] == [ZeroDivisionError]
-
-
-def test_chunks_that_end_in_time_wake_no_thread_and_are_not_reported() -> None:
-    expired, woken = list[Chunk](), list[int]()
-    budget: Any = TimeBudget(60, expired.append, lambda error: None)
-    for number in range(50):
-        budget.open(chunk := Chunk([], inf, 60))
-        time.sleep(0.005)
-        budget.close(chunk)
-        if number == 0:
-            budget._changed.notify = lambda: woken.append(1)
-    assert (woken, expired) == ([], [])
 
 
 def test_unknown_tags_are_not_remembered(world: World, monkeypatch: Any) -> None:

@@ -93,14 +93,6 @@ def test_a_silent_database_delays_no_process_end(world: World, monkeypatch: Monk
         answer.set()
 
 
-def test_after_a_failed_write_the_loop_rests(world: World, monkeypatch: MonkeyPatch) -> None:
-    made = MainProcess(world).runtime.statistics
-    assert made is not None
-    monkeypatch.setattr(made, "write", lambda: 1 / 0)
-    assert [made._turn(), made._turn()] == [writer.WRITE_S] * 2
-    assert world.count("loop.failed") == 2
-
-
 # -- patterns of error texts: equal for errors of one kind, and different for others --------------
 
 
@@ -189,13 +181,6 @@ NOON = datetime(2030, 1, 31, 12, tzinfo=UTC)
 def chart(values: list[float | None], start: datetime = NOON, step: timedelta = STEP) -> str:
     starts = [start + n * step for n in range(len(values))]
     return lines(starts, step, [Series("late", "p99", values)])
-
-
-def test_the_time_axis_names_its_zone() -> None:
-    assert chart([0.0] * 5).count(">UTC</text>") == 1
-    text = chart([0.0] * 5, NOON.astimezone(ZoneInfo("Europe/Berlin")))
-    assert text.count(">CET</text>") == 1
-    assert ">14:00</text>" in text
 
 
 # -- the time axis --------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import socket
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 from celery import signals
 
 from delaytasks.attachment import NEWEST_TESTED_CELERY
-from tests.proxy import WebServer, answer
 from tests.running import ROOT
 from tests.world.recording import delays_on
 
@@ -131,26 +129,3 @@ def test_an_unavailable_advisory_database_fails_the_audit() -> None:
         nobody.bind(("127.0.0.1", 0))
         code, said = audit(f"http://127.0.0.1:{nobody.getsockname()[1]}/")
     assert (code, "NOT CHECKED" in said) == (3, True)
-
-
-REPLIES = [answer(404), answer(200, b"hello"), answer(200, b"[]"), answer(200, b"{}")]
-
-
-@pytest.mark.parametrize("reply", REPLIES, ids=range(4))
-def test_a_server_of_another_kind_is_no_advisory_database(web: WebServer, reply: Any) -> None:
-    web.answers["/"] = reply
-    assert audit(web.url())[0] == 3
-
-
-@pytest.mark.parametrize(("found", "code"), [(0, 0), (1, 1), (5, 1)])
-def test_if_the_advisory_database_answers_the_result_of_pip_audit_counts(
-    web: WebServer, monkeypatch: pytest.MonkeyPatch, found: int, code: int
-) -> None:
-    web.answers["/"] = answer(200, b'{"vulns": [{"id": "x"}]}')
-    asked: list[list[str]] = []
-    main: Callable[[str], int] = runpy.run_path(str(SCRIPT))["main"]
-    monkeypatch.setattr(subprocess, "call", lambda command: asked.append(command) or found)
-    installed: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "check_call", installed.append)
-    assert main(web.url()) == code
-    assert (installed[0][1:4], asked[0][1:3]) == (["-m", "pip", "install"], ["-m", "pip_audit"])
