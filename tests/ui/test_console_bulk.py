@@ -15,14 +15,11 @@ from delaytasks.console import forms, pages
 from delaytasks.console.viewers import Role
 from delaytasks.operate import task_calls as bulk
 from delaytasks.operate.task_calls import find_tasks
-from delaytasks.runtime import runtime_of
 from tests.ui.chromium import MODES, watched
 from tests.ui.console_site import Site, post, served
 from tests.ui.test_console_in_a_browser import check_page
 from tests.ui.test_console_pages import heading
 from tests.waiting import wait_until
-from tests.world import RUNNING
-from tests.world.recording import set_columns
 
 
 def finish(client: Any, location: str) -> str:
@@ -154,17 +151,6 @@ def test_a_search_that_fails_after_the_answer_has_an_entry(
     assert "the database is gone" in client.get("/audit").text
 
 
-def test_a_bulk_action_without_a_thread_gives_its_place_back(
-    own_site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client, fields = own_site.client(Role.OPERATE), {"tag": "order.close"}
-    with monkeypatch.context() as patches:
-        patches.setattr(threading, "Thread", lambda **_: 1 / 0)
-        for _ in range(10):
-            assert post(client, "/do/cancel", **fields).status_code == 500
-    assert "/audit/" in post(client, "/do/cancel", **fields).location
-
-
 def test_a_bulk_action_that_fails_says_why_or_is_failed(
     own_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,16 +278,6 @@ def test_selected_tasks_are_rescheduled_and_ended_ones_run_again(own_site: Site)
     assert "2 changed, 0 left as they were, of 2." in text
     after_it = states(own_site, [failed.id, cancelled, other.id])
     assert after_it == ["NOT_COMPLETE", "NOT_COMPLETE", "FAILED"]
-
-
-def test_a_selected_task_that_moved_meanwhile_is_left_as_it_is(own_site: Site) -> None:
-    client, ids = own_site.client(Role.OPERATE), waiting(own_site, 3)
-    set_columns(runtime_of(own_site.delays).store, "tasks", {"id": ids[0]}, **RUNNING)
-    own_site.delays.cancel(ids[1])
-    answer = post(client, "/do/cancel", ids=[str(id) for id in ids])
-    text = finish(client, answer.location)
-    assert "1 changed, 1 left as they were, of 2." in text
-    assert states(own_site, ids) == ["RUNNING", "CANCELLED", "CANCELLED"]
 
 
 @pytest.mark.parametrize("ids", ["", "ids=seven", "ids=0", "ids=1,2"])

@@ -111,15 +111,6 @@ def test_the_whole_menu_is_visible(tab: Any, address: str, width: int) -> None:
     assert tab.locator(".bar nav").evaluate(hidden) == []
 
 
-def test_a_key_is_shown_on_one_line(tab: Any, address: str) -> None:
-    tab.goto(f"{address}/tasks?tag=report.build")
-    cell = tab.locator("td[data-label=Key]").first
-    one_line = cell.evaluate("cell => parseFloat(getComputedStyle(cell).lineHeight)")
-    text = cell.evaluate("cell => { const r = document.createRange(); r.selectNodeContents(cell);"
-                         " return r.getBoundingClientRect().height; }")  # fmt: skip
-    assert text <= one_line
-
-
 def test_the_keyboard_opens_pages_the_palette_and_rows(tab: Any) -> None:
     tab.keyboard.press("g")
     tab.keyboard.press("t")

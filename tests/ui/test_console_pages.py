@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 
 from delaytasks import Status
-from delaytasks.cli.status import read_deployment
 from delaytasks.console import pages
 from delaytasks.console.pages import SEARCH_S
 from delaytasks.console.viewers import Role
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import UTC
 from delaytasks.model.text import installed_version
-from delaytasks.operate.health import verdict_of
 from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.operate.why import why
 from delaytasks.runtime import runtime_of
@@ -32,27 +30,6 @@ def heading(text: str) -> str:
     found = re.search(r"<h1>(.*?)</h1>", text, re.DOTALL)
     assert found is not None
     return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", "", found[1]))).strip()
-
-
-# -- the verdict ----------------------------------------------------------------------------------
-
-
-def test_the_verdict_is_good_if_all_is_well_and_names_lateness_and_cause(tmp_path: Any) -> None:
-    delays = make_delays(f"sqlite:///{tmp_path / 'good.sqlite3'}")
-    runtime = runtime_of(delays)
-    assert verdict_of(read_deployment(delays)).headline.startswith("Idle.")
-    delays.schedule_delay("order.close", {"order": 1}, 60)
-    assert verdict_of(read_deployment(delays)).headline == "Stopped. No worker is alive."
-    runtime.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["order.close"])
-    runtime.sweeper.sweep(0)
-    verdict = verdict_of(read_deployment(delays))
-    assert (verdict.level, verdict.headline, verdict.problems) == ("good", "On time.", [])
-    runtime.store.workers.report("celery@a", ["other"], "prefork", 2, 0, [])
-    set_columns(runtime.store, "tasks", expected_time=db_now_plus(-430))
-    verdict = verdict_of(read_deployment(delays))
-    assert re.match(r"Late\. 1 task is overdue, the oldest by 7m", verdict.headline)
-    assert "No live worker serves the queue default" in verdict.problems[0].text
-    delays.close()
 
 
 # -- pages ----------------------------------------------------------------------------------------
@@ -306,6 +283,10 @@ def test_tags_are_paused_limited_and_resumed(own_site: Site) -> None:
     for page in ("/policies", "/tag?name=order.close"):
         assert "</span> until <time" in (text := client.get(page).text)
         assert until in text
+    assert 'action="/do/resume"' in text
+    viewer = own_site.client(Role.VIEW)
+    assert "/do/" not in viewer.get(page).text
+    client = own_site.client(Role.ADMIN)
     post(client, "/do/resume", tag="order.close")
     post(client, "/do/limit", tag="order.close", concurrency="3", rate="5/s")
     assert (policy().concurrency, policy().rate_text) == (3, "5/s")

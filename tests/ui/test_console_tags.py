@@ -20,9 +20,9 @@ from delaytasks.console.viewers import Role
 from delaytasks.operate.statistics import Statistics
 from delaytasks.run.observers import OTHER_TAGS
 from delaytasks.runtime import runtime_of
-from tests.ui.console_site import Site, chart_titles, make_delays, post, write_runs
+from tests.ui.console_site import Site, chart_titles, make_delays, write_runs
 
-MINUTE, DAY = timedelta(minutes=1), timedelta(days=1)
+MINUTE = timedelta(minutes=1)
 
 
 @pytest.fixture
@@ -92,20 +92,6 @@ def test_the_page_of_a_tag_has_its_charts_policy_and_failures(site: Site) -> Non
     assert '<span class="status held">paused</span>' in paused
 
 
-def test_a_tag_is_paused_and_resumed_on_its_page(own_site: Site) -> None:
-    path = "/tag?name=order.close"
-    assert "/do/" not in own_site.client(Role.VIEW).get(path).text
-    client = own_site.client(Role.OPERATE)
-    for action, is_paused in (("pause", True), ("resume", False)):
-        text = client.get(path).text
-        [form] = re.findall(rf'action="(/do/{action})".*?</form>', text)
-        answer = post(client, form, tag="order.close", next=path)
-        assert answer.location == path
-        policies = own_site.delays.policies.list(tag="order.close")
-        assert any(policy.is_paused for policy in policies) is is_paused
-    assert "/do/" not in client.get("/tag", query_string={"name": OTHER_TAGS}).text
-
-
 @pytest.mark.parametrize("tag", ["..", "a/../b", "?x=1&y", "# x", "ü", OTHER_TAGS])
 def test_the_link_of_each_tag_leads_to_its_page(empty: Site, tag: str) -> None:
     write_runs(empty.delays, tag, 2 * MINUTE, 4)
@@ -138,20 +124,6 @@ def test_the_page_of_tags_and_the_suggested_names_do_not_read_the_tasks(own_site
         seen.clear()
         assert pages.known_names() == found
         assert seen == [], "all viewers share them for a minute"
-
-
-def test_overview_and_tags_share_what_is_read(empty: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_runs(empty.delays, "mail.send", 2 * MINUTE, 1)
-    reads, series = [], Statistics.series
-
-    def counting(self: Statistics, **options: Any) -> Any:
-        reads.append(options)
-        return series(self, **options)
-
-    monkeypatch.setattr(Statistics, "series", counting)
-    for path in ("/?period=day", "/tags?period=day", "/tags?period=day&contains=mail"):
-        assert empty.client().get(path).status_code == 200
-    assert reads == [{"since": "1d", "step": "15m", "tags": None}]
 
 
 @pytest.mark.parametrize(
