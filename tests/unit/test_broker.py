@@ -1,10 +1,9 @@
-"""A worker reaches its broker, publishes to it, and survives its refusals."""
+"""A worker connects to its broker, publishes to it, and survives its refusals."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -12,91 +11,22 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from queue import Empty
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from amqp.exceptions import PreconditionFailed
 from celery import Celery
-from celery.worker.consumer import Consumer
 from kombu.asynchronous import Hub
 from kombu.connection import Connection
 from kombu.entity import Queue
-from kombu.exceptions import OperationalError
-from kombu.utils import functional
 
 from delaytasks import DelayTasks
 from tests.conftest import open_store
 from tests.waiting import wait_until
-from tests.world.messages import RECONNECT_PAUSE_S, connect_as_a_worker, connect_in_background
+from tests.world.messages import connect_in_background
 from tests.world.recording import ManualTime
 
-# -- A worker tries frequently, and for a sufficient time, to reach its broker --------------------
-
-
-class Clock:
-    """A clock that advances only in `sleep`."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-    def time(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(functional, "sleep", clock.sleep)
-    monkeypatch.setattr(functional, "time", clock.time)
-    return clock
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    with socket.socket() as bound:  # the socket is bound, but does not listen
-        bound.bind(("127.0.0.1", 0))
-        yield f"redis://127.0.0.1:{bound.getsockname()[1]}/0"
-
-
-class Looking(Consumer):
-    """A worker's consumer with only the attributes that connecting needs."""
-
-    def __init__(self, url: str) -> None:
-        self.app = Celery(set_as_current=False, broker=url)
-        self.app.conf.broker_connection_retry_on_startup = True
-        self.first_connection_attempt = True
-        self.broker_connection_retry_attempt = 0
-        self.blueprint = SimpleNamespace(start=None)
-        connect_as_a_worker(self)
-
-
-def test_a_worker_tries_often_and_never_gives_up_its_broker(clock: Clock, url: str) -> None:
-    looking, tries = Looking(url), list[float]()
-    connection = looking.app.connection_for_read()
-    connect = connection._connection_factory
-
-    def note() -> object:
-        tries.append(clock.now)
-        if len(tries) == 300:
-            raise KeyboardInterrupt
-        return connect()
-
-    connection._connection_factory = note
-    with pytest.raises(KeyboardInterrupt):
-        looking.ensure_connected(connection)
-    assert tries[:3] == [0, RECONNECT_PAUSE_S, 2 * RECONNECT_PAUSE_S]
-
-
-def test_other_connections_keep_their_own_retry_limits(clock: Clock, url: str) -> None:
-    connection: Connection = Looking(url).app.connection_for_write()
-    options = dict.fromkeys(("interval_start", "interval_step"), 0)
-    with pytest.raises(OperationalError):
-        connection.ensure_connection(max_retries=1, interval_max=1, timeout=0.5, **options)
-    assert clock.now == 0
+# -- The event loop of a worker runs while it connects --------------------------------------------
 
 
 class HubPool:

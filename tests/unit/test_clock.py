@@ -225,28 +225,6 @@ def test_entries_due_in_quick_succession_are_delivered_together_but_not_after_a_
         collector.turn()
 
 
-def test_stopping_returns_the_remaining_entries_and_ends_their_delivery(start: Start) -> None:
-    collector = start(Clock())
-    for n in range(100):
-        collector.add(f"{n}", 20_000 + n * 1000)
-    wait_until(lambda: len(collector.came) > 10, 5, "some of them", 0.0005)
-    held = collector.stop()
-    came = list(collector.names)
-    assert sorted(held + came, key=int) == [f"{n}" for n in range(100)], "each is in one place"
-    assert held
-    assert collector.stop() == []
-    assert collector.wheel.late_s == 0, "nothing waits in vain"
-    assert collector.names == came
-
-
-def test_an_idle_thread_does_not_read_the_clock(collector: Collector, clock: SetClock) -> None:
-    collector.add("far", 3600_000_000)
-    wait_until(lambda: collector.sleeps, 5, "the thread to sleep")
-    asked = clock.asked
-    assert not threading.Event().wait(0.2)
-    assert clock.asked - asked <= 3, "it sleeps, for seconds at a time"
-
-
 def test_a_clock_set_back_does_not_delay_new_entries(collector: Collector, clock: SetClock) -> None:
     for names in (["first"], ["first", "second"]):
         collector.add(names[-1], 0)

@@ -16,19 +16,12 @@ from kombu.serialization import prepare_accept_content
 
 from delaytasks.model.task import Entry
 from delaytasks.worker import patches
-from delaytasks.worker.patches import RECONNECT_PAUSE_S, GuardStep
+from delaytasks.worker.patches import GuardStep
 from tests.world.main_process import MainProcess
 from tests.world.world import World
 
-__all__ = ["RECONNECT_PAUSE_S", "Receiver", "connect_as_a_worker", "connect_in_background"]
-
 #: The routing key of messages for the default queue.
 OURS = "delaytasks.default"
-
-
-def connect_as_a_worker(consumer: Any) -> None:
-    """Let a consumer of Celery look for its broker as a worker with delayed tasks does."""
-    patches.ReconnectStep(consumer)
 
 
 def connect_in_background(hub: Any, pool: Any, connect: Callable[[], Any]) -> Any:
