@@ -13,9 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -598,15 +596,3 @@ def self_signed(folder: Path, names: str = "DNS:localhost,IP:127.0.0.1") -> Cert
     files = ["-keyout", str(made.key), "-out", str(made.file)]
     subprocess.run(["openssl", "req", *options.split(), *files], check=True, capture_output=True)
     return made
-
-
-if __name__ == "__main__":
-    # `python -m tests.services` prints the services that the tests would use.
-    services, began = Services(), time.monotonic()
-    for name in ("postgresql", "mysql", "redis", "rabbitmq"):
-        try:
-            answer = services.url(name)
-        except MissingServiceError as error:
-            answer = f"missing: {error}"
-        sys.stdout.write(f"{name:12}{answer} ({time.monotonic() - began:.1f} s)\n")
-    services.close()

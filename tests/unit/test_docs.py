@@ -45,7 +45,7 @@ from delaytasks.worker.sweep import STALE_CHECK_S
 from tests.conformance.test_connections import ROUND_TRIPS
 from tests.conftest import open_store
 from tests.doc_commands import check_command, command_lines, runs_here
-from tests.doc_pages import NAMES, PAGES, ROOT, SHELLS, block_beginning, blocks, environment
+from tests.doc_pages import NAMES, ROOT, SHELLS, block_beginning, blocks, environment
 from tests.unit.test_cli import commands
 from tests.world import MOVES
 
@@ -53,26 +53,11 @@ from tests.world import MOVES
 
 
 #: A file of the project in backticks, perhaps with the name of a test.
-_FILE = re.compile(r"`([\w./]+/\w+\.py)(?:::[^`]*)?`")
+_FILE = re.compile(r"`([\w./]+/\w+\.py)(?:::(\w*)[^`]*)?`")
 #: A module that a decision gives up.
 _OTHER_FILES = {"worker/heap.py"}
 #: The folders with the files that pages name; pages about Django have the files of the example.
 _PLACES = ("", "delaytasks", "tests", "examples/django_shop")
-
-
-# -- tests, metrics, settings, links --------------------------------------------------------------
-
-#: An example is `transaction/test_docs.py::test_each_test_that_is_named_exists`.
-_KINDS = "unit|integration|conformance|reliability|migration|property"
-NAMED = re.compile(rf"`(?:tests/)?((?:{_KINDS})/[\w/]+\.py)(?:::(\w+))?`")
-
-
-def test_each_test_that_is_named_exists() -> None:
-    named = {found for page in PAGES for found in NAMED.findall(page.read_text())}
-    assert len(named) > 30
-    for path, function in named:
-        text = (ROOT / "tests" / path).read_text()
-        assert not function or f"def {function}(" in text, f"{path}::{function}"
 
 
 #: Variables of the environment that are no settings begin like this.
@@ -273,9 +258,12 @@ def test_the_columns_in_the_docs_are_those_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_files_that_a_page_names_exist(name: str) -> None:
-    for file in set(_FILE.findall((ROOT / name).read_text())) - _OTHER_FILES:
-        assert any((ROOT / place / file).exists() for place in _PLACES), file
+def test_the_files_and_tests_that_a_page_names_exist(name: str) -> None:
+    for file, function in set(_FILE.findall((ROOT / name).read_text())):
+        if file not in _OTHER_FILES:
+            found = [path for place in _PLACES if (path := ROOT / place / file).exists()]
+            assert found, file
+            assert not function or f"def {function}(" in found[0].read_text(), f"{file}::{function}"
 
 
 def test_the_documented_values_to_watch_exist(tmp_path: Path) -> None:
