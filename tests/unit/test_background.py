@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -53,13 +52,6 @@ def test_a_task_that_is_due_now_is_sent_immediately(patient: ArmingThread) -> No
     patient.arm([entry(1, 60)])
     patient.arm([entry(2, 0)])
     wait_until(lambda: patient.broker.ids == [1, 2], 10, "both, at once")
-
-
-def test_entries_wait_for_others_a_tenth_of_the_time_that_is_left(patient: ArmingThread) -> None:
-    began = time.monotonic()
-    patient.arm([entry(1, 2)])
-    wait_until(lambda: patient.broker.calls, 10, "the call")
-    assert patient.broker.times[0] - began >= 0.15
 
 
 def test_flush_waits_until_all_is_sent_or_its_timeout_is_over(patient: ArmingThread) -> None:
@@ -188,26 +180,6 @@ def test_a_call_waits_for_the_messages_of_each_queue() -> None:
             assert timer.sender.arm(entries) is is_in_time
             assert timer.flush(5)
             timer.broker.gate.clear()
-
-
-def test_drains_go_after_entries(timer: ArmingThread) -> None:
-    drained = timer.broker.requested_drains
-    timer.broker.gate.clear()
-    timer.arm([entry(1, 0)])
-    wait_until(lambda: timer.broker.calls, 5, "the thread to be busy")
-    drain = timer.request_drain
-    calls = [threading.Thread(target=drain, args=(f"q{n}", [0], 1, 5)) for n in range(3)]
-    for call in calls:
-        call.start()
-    wait_until(lambda: len(timer.waiting_drains) == 3, 5, "the requests to wait")
-    timer.broker.fails = 2
-    timer.arm([entry(2, 0)])
-    timer.broker.gate.set()
-    for call in calls:
-        call.join()
-    assert timer.flush(5)
-    assert timer.broker.ids == [1, 2]
-    assert not drained, "the entries came first, and failed"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -152,96 +149,22 @@ def test_threads_that_need_the_certain_time_fail_together(host: Host) -> None:
 
 # -- the timing wheel and the thread that turns it -------------------------------------------------
 
-Start = Callable[[Clock], Collector]
 
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    with ExitStack() as stack:
-
-        def start(clock: Clock) -> Collector:
-            collector = Collector(clock)
-            stack.callback(collector.stop)
-            collector.start()
-            return collector
-
-        yield start
-
-
-@pytest.fixture
-def clock() -> SetClock:
-    return SetClock()
-
-
-@pytest.fixture
-def collector(start: Start, clock: SetClock) -> Collector:
-    """A thread whose clock a test sets."""
-    return start(clock)
-
-
-def wait_for(collector: Collector, *names: str) -> None:
-    wait_until(lambda: collector.names == [*names], 5, "the entries", 0.001)
-
-
-def test_entries_are_delivered_when_they_are_due_and_never_early(start: Start) -> None:
-    collector = start(Clock())
-    due = {f"{n}": collector.add(f"{n}", 1000 * (n * 37 % 200) + n * 13) for n in range(200)}
-    wait_until(lambda: len(collector.came) == 200, 5, "all entries")
+def test_entries_are_delivered_when_they_are_due_and_never_early() -> None:
+    with closing(Collector(Clock())) as collector:
+        due = {f"{n}": collector.add(f"{n}", 1000 * (n * 37 % 200) + n * 13) for n in range(200)}
+        wait_until(lambda: len(collector.came) == 200, 5, "all entries")
     assert sorted(collector.names) == sorted(due)
     late = [now - due[name] for name, now in collector.came]
     assert min(late) >= 0, "none is early"
     assert sorted(late)[100] < 20_000, "and most are on time"
 
 
-@pytest.mark.parametrize("offset_us", [1, 999, 1000, 1001])
-def test_due_times_are_rounded_up(collector: Collector, clock: SetClock, offset_us: int) -> None:
-    collector.add("a", offset_us)
-    begins_us = clock.us + -(-offset_us // TICK_US) * TICK_US
-    clock.us = begins_us - 1
-    collector.add("b", 5 * TICK_US)
-    looked = clock.asked
-    wait_until(lambda: clock.asked > looked + 10, 5, "the thread to look again", 0.001)
-    assert collector.names == []
-    clock.us = begins_us
-    wait_for(collector, "a")
-
-
-def test_entries_due_in_quick_succession_are_delivered_together_but_not_after_a_pause(
-    clock: SetClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    collector = Collector(clock)
-    collector.follow(clock, monkeypatch)
-    for _ in range(2):
-        collector.came.clear()
-        for n in range(100):
-            clock.us += 1000
-            collector.wheel.add([(f"{n}", clock.us, f"{n}")])
-            rests_s = collector.turn()
-            assert rests_s is None or 0 < rests_s <= 0.005
-        sizes = [*Counter(came_us for _, came_us in collector.came).values()]
-        assert sizes[:10] == [1] * 10
-        assert set(sizes[15:]) == {5}
-        clock.us += 55_000
-        collector.turn()
-
-
-def test_a_clock_set_back_does_not_delay_new_entries(collector: Collector, clock: SetClock) -> None:
-    for names in (["first"], ["first", "second"]):
-        collector.add(names[-1], 0)
-        clock.us += TICK_US
-        wait_for(collector, *names)
-        clock.us -= 3600_000_000
-
-
-def test_entries_can_be_added_while_others_are_delivered() -> None:
-    goes_on, collector = threading.Event(), Collector(Clock())
-    collector.meanwhile = lambda: goes_on.wait(10)
-    collector.start()
-    collector.add("a", 0)
-    wait_until(lambda: collector.came, 10, "the first", 0.001)
-    collector.add("b", 10_000)
-    collector.add("c", 0)
-    assert collector.names == ["a"]
-    goes_on.set()
-    wait_until(lambda: sorted(collector.names) == ["a", "b", "c"], 10, "the others", 0.001)
-    collector.stop()
+def test_a_clock_set_back_does_not_delay_new_entries() -> None:
+    clock = SetClock()
+    with closing(Collector(clock)) as collector:
+        for names in (["first"], ["first", "second"]):
+            collector.add(names[-1], 0)
+            clock.us += TICK_US
+            wait_until(lambda names=names: collector.names == names, 5, "the entry", 0.001)  # type: ignore[misc]
+            clock.us -= 3600_000_000

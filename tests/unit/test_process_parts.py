@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any
 
 from delaytasks.db.sweep_queries import SweepQueries
 from delaytasks.model.clock import monotonic
 from delaytasks.model.inputs import MAX_SLOTS
 from delaytasks.run.calls import ThreadSlots, WorkerMemory
-from delaytasks.run.chunk import Chunk, TagCosts, TimeBudget
-from tests.waiting import in_child, wait_until
+from tests.waiting import in_child
 from tests.world import World
-
-
-def test_an_error_is_reported_and_the_next_chunk_is_watched() -> None:
-    errors, expired = list[Exception](), list[Chunk]()
-    budget = TimeBudget(0.1, lambda it: expired.append(it) or 1 / (len(expired) - 1), errors.append)
-    for count in (1, 2):
-        budget.open(Chunk([], inf, 60))
-        wait_until(lambda count=count: len(expired) == count and errors, 5, "the end of its time")  # type: ignore[misc]
-    assert [type(error) for error in errors] == [ZeroDivisionError]
-
-
-def test_unknown_tags_are_not_remembered(world: World, monkeypatch: Any) -> None:
-    learned: list[str] = []
-    monkeypatch.setattr(TagCosts, "learn", lambda self, tag, *_: learned.append(tag) or 1.0)
-    world.run(world.schedule("of another release"), world.schedule())
-    assert learned == ["note"]
 
 
 def test_all_tags_together_have_at_most_max_slots_thread_slots() -> None:

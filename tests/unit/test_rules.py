@@ -21,7 +21,6 @@ from kombu.connection import Connection
 
 from delaytasks import StoreError, StoreUnavailableError, loops
 from delaytasks.broker.link import bounded_connection
-from delaytasks.db.engines import ForkGate
 from delaytasks.db.sweep_queries import RegisteredWorker, ServiceTimes
 from delaytasks.events import Events
 from delaytasks.limits import tracked_waitlists
@@ -58,18 +57,6 @@ def test_no_period_has_more_starts_than_its_rate(rate: int, period_s: float, see
             next_start = now + ahead_s + taken * pace.interval_s
     for since in starts:
         assert sum(since <= start < since + period_s for start in starts) <= rate
-
-
-@pytest.mark.parametrize(("rate", "period_s"), [(100, 1.0), (5, 60.0), (1, 3600.0), (10_000, 1.0)])
-def test_a_rate_is_reached_within_about_a_tenth(rate: int, period_s: float) -> None:
-    pace = StartPace.of(rate, period_s)
-    assert 0.86 * rate <= period_s / pace.interval_s <= rate
-    assert pace.starts(0.0) == pace.burst >= 1
-    assert pace.starts(pace.max_ahead_s) == 0
-    assert pace.wait_s(0.0) == 0.0
-    wait_s = pace.wait_s(pace.max_ahead_s)
-    assert pace.starts(pace.max_ahead_s - wait_s) == 1
-    assert pace.starts(pace.max_ahead_s - wait_s * 0.99) == 0
 
 
 class Tracked(TrackedWaitlists):
@@ -362,21 +349,6 @@ def test_callers_get_an_old_forecast_meanwhile(time: ManualTime, monkeypatch: Mo
     goes_on.set()
     wait_until(lambda: found() == 2, 20, "the new forecast")
     assert len(made) == 2
-
-
-def test_a_fork_waits_for_threads_in_the_gate_and_no_thread_enters_meanwhile() -> None:
-    gate, order = ForkGate(), list[str]()
-    gate.enter()
-    forks = threading.Thread(target=lambda: (gate._before(), order.append("forked"), gate._after()))
-    forks.start()
-    wait_until(lambda: gate._is_forking, 5, "the fork to wait")
-    enters = threading.Thread(target=lambda: (gate.enter(), order.append("entered")))
-    enters.start()
-    assert order == []
-    gate.leave()
-    forks.join(5)
-    enters.join(5)
-    assert order == ["forked", "entered"]
 
 
 # -- a broker that confirms --------------------------------------------------------------------

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from random import Random
-from time import monotonic
 from typing import Any
 
 from delaytasks import DelayTasks
@@ -70,7 +69,7 @@ class WorldBroker(RecordingTimer):
 
 
 class SlowBroker(RecordingTimer):
-    """Records each call with its time, and blocks the call while `gate` is closed.
+    """Records each call, and blocks the call while `gate` is closed.
 
     It raises an error in as many calls as `fails` says.
     """
@@ -78,14 +77,12 @@ class SlowBroker(RecordingTimer):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[list[Entry]] = []
-        self.times: list[float] = []
         self.gate = threading.Event()
         self.gate.set()
         self.fails = 0
 
     def arm(self, entries: Iterable[Entry]) -> bool:
         self.calls.append(list(entries))
-        self.times.append(monotonic())
         assert self.gate.wait(10)
         self.armed += self.calls[-1]
         if self.fails:
@@ -112,11 +109,6 @@ class ArmingThread(BackgroundTimer):
         """Change how long entries wait for others, how often they are sent, and how many wait."""
         for name, value in constants.items():
             monkeypatch.setattr(arming, name.upper(), value)
-
-    @property
-    def waiting_drains(self) -> list[Any]:
-        """The requests for drains that wait for the thread."""
-        return [] if self.sender._next is None else self.sender._next.drains
 
     @property
     def has_died(self) -> bool:

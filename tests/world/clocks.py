@@ -10,7 +10,6 @@ from typing import Any
 from delaytasks.events import Events
 from delaytasks.model import clock as clock_module
 from delaytasks.model.clock import Clock, from_us, to_us
-from delaytasks.worker import wheel as timing_wheel
 from delaytasks.worker.wheel import TICK_US, Wheel
 
 __all__ = ["TICK_US", "Clock", "Collector", "Database", "Host", "SetClock", "from_us"]
@@ -74,49 +73,34 @@ class Database:
 
 
 class SetClock(Clock):
-    """A clock that a test sets. `asked` counts the calls."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         super().__init__()
         self.us = START_US
-        self.asked = 0
 
     def now_us(self) -> int:
-        self.asked += 1
         return self.us
 
 
 class Collector:
-    """Keeps entries until they are due, and collects what becomes due, in a thread or by `turn`."""
+    """A timing wheel with its thread. It collects what becomes due, with the time."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.came: list[tuple[str, int]] = []
-        self.meanwhile: Callable[[], object] = lambda: None
         self.wheel: Wheel[str] = Wheel(clock, self._take, Events())
-        self.stop, self.turn = self.wheel.stop, self.wheel._turn
-
-    def start(self) -> None:
+        self.close = self.wheel.stop
         self.wheel.loop.start()
-
-    def follow(self, clock: SetClock, monkeypatch: Any) -> None:
-        """Let the thread measure its rests by a clock that a test sets."""
-        monkeypatch.setattr(timing_wheel, "monotonic", lambda: 1000 + (clock.us - START_US) / 1e6)
 
     def _take(self, entries: list[str]) -> None:
         now = self.clock.now_us()
         self.came += [(entry, now) for entry in entries]
-        self.meanwhile()
 
-    def add(self, name: str, in_us: int, start_us: int | None = None) -> int:
-        due_us = (self.clock.now_us() if start_us is None else start_us) + in_us
+    def add(self, name: str, in_us: int) -> int:
+        due_us = self.clock.now_us() + in_us
         self.wheel.add([(name, due_us, name)])
         return due_us
-
-    @property
-    def sleeps(self) -> bool:
-        """Whether the thread sleeps until the next entry is due."""
-        return self.wheel._next_tick is not None
 
     @property
     def names(self) -> list[str]:

@@ -136,10 +136,6 @@ class MainProcess:
         """Send back what the worker keeps, as at its stop."""
         self.runtime.stop()
 
-    def reconnect(self) -> None:
-        """Restore the chunks that Celery forgets with its connection to the broker."""
-        self.runtime.recall()
-
     def ask_for_help(self) -> None:
         """Ask other workers to drain the queues whose entries were left to the table."""
         self.runtime.ask_for_help()
