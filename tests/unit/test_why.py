@@ -63,8 +63,6 @@ CASES: dict[str, Callable[[World], DelayedTask]] = {
     "due": put,
     "held": lambda w: put(w, Status.HELD),
     "lease_over": lambda w: put(w, Status.RUNNING, lease_until=ago(w, seconds=1)),
-    "no_processor": lambda w: (w.serve(WORKER, QUEUE, tags=["other"]), put(w))[1],
-    "no_worker": lambda w: (w.serve(WORKER, tags=[TAG]), put(w))[1],
     "done": lambda w: (w.silence(), put(w, Status.DONE))[1],
     "failed": lambda w: put(w, Status.FAILED, error_stack="x"),
     "cancelled": lambda w: put(w, Status.CANCELLED),
