@@ -231,10 +231,6 @@ def test_a_terminal_folds_a_long_tag_and_interprets_nothing_in_it(
     assert not any("- " in line for line in lines), "a row without an error has no line below"
 
 
-def test_a_block_keeps_its_lines_and_escapes_each() -> None:
-    assert output.block("a\x1b[1m\n\tb\n") == "  a\\x1b[1m\n  \\tb"
-
-
 TRACEBACK = (
     'Traceback (most recent call last):\n  File "a.py", line 8, in bad\n    raise\n'
     "ValueError: boom\nsecond line\n"

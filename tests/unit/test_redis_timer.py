@@ -33,18 +33,6 @@ def test_a_slot_that_redis_lost_is_noticed_once(bench: Bench) -> None:
     assert not any(some.was_lost for some in bench.take())
 
 
-def test_only_an_entry_that_is_first_in_its_slot_is_published(redis_url: str) -> None:
-    with closing(Bench(redis_url, _redis_slots=1)) as bench:
-        with bench.heard() as heard:
-            bench.timer.arm([bench.entry(7, 7000)])
-            bench.take()
-            for some in ([5000], [6000], [5000], [4000], [9000, 1000, 2000]):
-                bench.timer.arm([bench.entry(in_ms, in_ms) for in_ms in some])
-        now = bench.clock.now_us() // 1000
-        told = [b"0 %.1f" % (now + in_ms) for in_ms in (5000, 4000, 1000)]
-        assert heard == [b"0 0", *told, b"end"], "and of a slot that Redis lost, or that is new"
-
-
 def test_invalid_members_of_other_programs_are_counted_and_ignored(bench: Bench) -> None:
     bench.timer.arm([bench.entry(1)])
     wrong = ["0 0", "x", "1", "1:2:3:4", "0:0", f"{2**63}:0", "1:-1", "5:0:3", "a:b"]

@@ -216,17 +216,6 @@ class RedisTimerHarness:
         self.timer.link.connect().set(key, "a stranger's")
         return key
 
-    @contextmanager
-    def heard(self) -> Iterator[list[bytes]]:
-        """Yield the list of what listeners of the default queue get until the block ends."""
-        listener, heard = self.timer.listen(["default"]), list[bytes]()
-        yield heard
-        self.timer.link.connect().publish(self.timer.channel("default"), "end")
-        while b"end" not in heard:
-            message = listener.get_message(timeout=5)
-            heard += [message["data"]] if message else []
-        listener.close()
-
     def members(self, which: str) -> list[bytes]:
         client, index = self.timer.link.connect(), ("store", "prepare").index(which)
         keys = [self.timer.keys(slot)[index] for slot in self.timer.slots("default")]
