@@ -18,6 +18,9 @@ from celery.exceptions import WorkerShutdown
 
 import delaytasks
 from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, Snooze, Status
+from delaytasks.model.clock import monotonic
+from delaytasks.model.inputs import MAX_SLOTS
+from delaytasks.run.calls import ThreadSlots
 from tests.unit.conftest import Gate, fail_settlements
 from tests.waiting import wait_until
 from tests.world import MakeWorld, World
@@ -47,6 +50,15 @@ def test_chunks_share_the_slots_of_a_tag(world: World, gate: Gate, pool: Executo
     gate.is_open.set()
     assert sum(one.result(10).ran for one in running) == 6
     assert gate.most == 3
+
+
+def test_all_tags_together_have_at_most_max_slots_thread_slots() -> None:
+    slots = ThreadSlots()
+    assert all(slots.take(tag, MAX_SLOTS, 0) for tag in "ab" for _ in range(MAX_SLOTS // 2))
+    assert not slots.take("c", 5, monotonic() + 0.01)
+    assert slots.free("c", 5) == 0
+    slots.give_back("a")
+    assert slots.take("c", 5, 0)
 
 
 def test_concurrent_rows_begin_first_and_other_rows_run_meanwhile(world: World, gate: Gate) -> None:

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from delaytasks import DelayedTask, Status, StoreUnavailableError
+from delaytasks.db.sweep_queries import SweepQueries
 from tests.world import Entry, MainProcess, MakeWorld, World
 from tests.world.recording import CrashError, ManualClock, ManualTime
 
@@ -482,3 +483,13 @@ def test_a_worker_that_is_alone_takes_all_tasks(
     world.silence(silent_s, "b")
     assert kept(make_world, "a") == 400
     assert kept(make_world, "not registered yet") == 400
+
+
+def test_sweeps_without_a_broker_do_not_replace_sweeps_with_one(world: World) -> None:
+    sweeps, store = world.store.sweeps, world.store
+    direct = SweepQueries(store.database, store.schema, "direct", "")
+    assert direct.begin_sweep(0, 1, 4) is not None
+    assert sweeps.stale_sweep_partitions(1, 10) == [0]
+    assert sweeps.begin_sweep(0, 1, 4) is not None
+    assert [each.stale_sweep_partitions(1, 10) for each in (sweeps, direct)] == [[], []]
+    assert direct.begin_sweep(0, 1, 4) is None
