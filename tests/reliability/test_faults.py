@@ -367,3 +367,17 @@ def test_a_blocking_rabbitmq_loses_none(own_rabbitmq: RabbitServer, deploy_inlin
     assert d.delays.events.counts["timer.up"] == 1
     runs = [run[0] for run in d.runs()]
     assert len(runs) == len(set(runs))
+
+
+@pytest.mark.slow
+def test_sweeps_find_what_queues_refused(own_rabbitmq: RabbitServer, deploy_inline: Deploy) -> None:
+    d = deploy_inline(own_rabbitmq.url)
+    name = d.queue_name
+    policy = '{"max-length": 5, "overflow": "reject-publish"}'
+    own_rabbitmq.ctl("set_policy", "full", f"^{name}$", policy, "--apply-to", "queues")
+    assert queued(d) == 0
+    tasks = [d.schedule(delay=0.2) for _ in range(30)]
+    wait_until(lambda: queued(d) == 5, 5, "the queue to be full")
+    d.worker()
+    d.wait_for(tasks)
+    assert len(d.runs()) == 30

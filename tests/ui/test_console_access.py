@@ -407,6 +407,7 @@ def test_the_audit_names_the_user_that_stops_the_run_of_another_user(own_site: S
     [entry] = newest(own_site)
     assert (entry.action, entry.actor, entry.state) == ("stop_bulk", "ann", "done")
     assert entry.filter == {"entry": page.removeprefix("/audit/")}
+    wait_until(lambda: ">stopped</span>" in client.get(page).text, 10, "the run to end")
 
 
 def test_a_refused_form_is_audited_in_part(own_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,37 +77,6 @@ def test_the_retries_of_a_group_of_failures_are_cancelled(own_site: Site) -> Non
     assert len(delays.find(tag="pay.notify", status="FAILED")) == 4
 
 
-def test_stopped_bulk_runs_leave_the_rest(own_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, delays = own_site.client(Role.OPERATE), own_site.delays
-    before = len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000))
-    has_begun, may_go_on, cancel = threading.Event(), threading.Event(), delays.bulk.cancel
-
-    def cancel_slowly(_: bulk.Bulk, **options: Any) -> Any:
-        report = options.pop("on_progress")
-
-        def wait_and_report(result: Any) -> None:
-            report(result)
-            has_begun.set()
-            assert may_go_on.wait(30)
-            report(result)
-
-        return cancel(**options, on_progress=wait_and_report)
-
-    monkeypatch.setattr(bulk, "BULK_ROWS", 10)
-    monkeypatch.setattr(bulk.Bulk, "cancel", cancel_slowly)
-    page = post(client, "/do/cancel", tag="order.close").location
-    assert has_begun.wait(30)
-    assert f'action="{page}/stop"' in client.get(page).text
-    assert post(client, f"{page}/stop").location == page
-    may_go_on.set()
-    text = finish(client, page)
-    assert ">stopped</span>" in text
-    assert f"10 changed, 0 left as they were, of {before}." in text
-    assert len(delays.find(tag="order.close", status="CANCELLED", limit=1000)) == 10
-    [stopped] = [entry for entry in delays.bulk.log(limit=2) if entry.action == "cancel"]
-    assert (stopped.state, stopped.changed) == ("stopped", 10)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_action_whose_tasks_are_being_found_leads_to_the_audit_page(
     own_site: Site, monkeypatch: pytest.MonkeyPatch, fails: bool
