@@ -69,14 +69,10 @@ def sentences(text: str) -> list[str]:
 # -- since when -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def site_without_broker(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
+def test_the_broker_has_not_answered_since_the_workers_lost_it(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(requests, "ask_broker", lambda _: "OperationalError: refused")
-    return site
-
-
-def test_the_broker_has_not_answered_since_the_workers_lost_it(site_without_broker: Site) -> None:
-    site = site_without_broker
     [sentence] = sentences(page(site))
     assert sentence.startswith("The broker does not answer; "), "the worker reaches it"
     store = runtime_of(site.delays).store

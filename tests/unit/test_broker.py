@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from queue import Empty
@@ -15,16 +15,14 @@ from typing import Any
 
 import pytest
 from amqp.exceptions import PreconditionFailed
-from celery import Celery
 from kombu.asynchronous import Hub
 from kombu.connection import Connection
 from kombu.entity import Queue
 
-from delaytasks import DelayTasks
 from tests.conftest import open_store
 from tests.waiting import wait_until
 from tests.world.messages import connect_in_background
-from tests.world.recording import ManualTime
+from tests.world.recording import ManualTime, delays_on
 
 # -- The event loop of a worker runs while it connects --------------------------------------------
 
@@ -77,65 +75,45 @@ def test_an_event_loop_whose_pool_cannot_register_keeps_its_callbacks() -> None:
 
 # -- if a broker refuses one queue, it still receives the messages of the others ------------------
 
-Sends = Callable[[str], bool]
 
-
-@pytest.fixture
-def delays(sqlite_path: Any) -> Iterator[DelayTasks]:
-    open_store(sqlite_path()).close()
-    app = Celery("refusal", broker="memory://", set_as_current=False)
-    options: dict[str, Any] = {"tags": "any", "arm": "inline", "namespace": "refusal"}
-    with closing(DelayTasks(app, sqlite_path(), **options)) as delays:
-        yield delays
-
-
-@pytest.fixture
-def sends(delays: DelayTasks) -> Iterator[Sends]:
-    """Schedule a task that is due soon, and return whether its queue has one message more."""
-    with Connection("memory://") as connection:
-
-        def size(queue: str) -> int:
-            found: int = connection.default_channel._size(f"refusal.{queue}")
-            return found
-
-        def sends(queue: str) -> bool:
-            before = size(queue)
-            delays.schedule_delay("mail", None, 1, queue=queue)
-            return size(queue) == before + 1
-
-        yield sends
-
-
-@pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of the queues that exist with other arguments, which RabbitMQ refuses."""
+def test_a_refused_queue_is_tried_again_after_its_pause_and_reported_once(
+    sqlite_path: Any, time: ManualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refused, declare = {"refusal.bad"}, Queue.declare
 
     def declare_or_refuse(queue: Queue, *arguments: Any, **options: Any) -> Any:
-        if queue.name in refused:
+        if queue.name in refused:  # it exists with other arguments
             raise PreconditionFailed("inequivalent arg 'x-queue-type'")
         return declare(queue, *arguments, **options)
 
+    def sends(queue: str) -> bool:
+        """Schedule a task that is due soon, and return whether its queue has one message more."""
+        before = size(queue)
+        delays.schedule_delay("mail", None, 1, queue=queue)
+        return size(queue) == before + 1
+
+    def size(queue: str) -> int:
+        found: int = connection.default_channel._size(f"refusal.{queue}")
+        return found
+
     monkeypatch.setattr(Queue, "declare", declare_or_refuse)
-    return refused
-
-
-def test_a_refused_queue_is_tried_again_after_its_pause_and_reported_once(
-    delays: DelayTasks, sends: Sends, refused: set[str], time: ManualTime
-) -> None:
-    assert not sends("bad")
-    assert sends("good")
-    refused.clear()
-    assert not sends("bad"), "it rests"
-    time.at += 5.1
-    assert sends("bad")
-    refused.add("refusal.bad")
-    delays.close()  # afterwards, the publisher declares the queue again
-    assert not sends("bad")
-    time.at += 5.1
-    assert not sends("bad")
-    # Once when it begins, not at each try.
-    assert delays.events.counts["queue.refused"] == 2
+    open_store(sqlite_path()).close()
+    options: dict[str, Any] = {"tags": "any", "arm": "inline", "namespace": "refusal"}
+    delays = delays_on(sqlite_path(), **options)
+    with closing(delays), Connection("memory://") as connection:
+        assert not sends("bad")
+        assert sends("good")
+        refused.clear()
+        assert not sends("bad"), "it rests"
+        time.at += 5.1
+        assert sends("bad")
+        refused.add("refusal.bad")
+        delays.close()  # afterwards, the publisher declares the queue again
+        assert not sends("bad")
+        time.at += 5.1
+        assert not sends("bad")
+        # Once when it begins, not at each try.
+        assert delays.events.counts["queue.refused"] == 2
 
 
 # -- A machine without services sends messages through files --------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -37,41 +37,26 @@ def is_served(port: int) -> bool:
     return True
 
 
-def endpoint_at(port: int, events: Events) -> MetricsEndpoint:
-    return MetricsEndpoint(Address("127.0.0.1", port), events, CollectorRegistry())
-
-
-class Two:
-    """Two workers that want the same port. `events` are those of the later one."""
-
-    def __init__(self) -> None:
-        self.port, self.events = free_port(), Events()
-        self.earlier = endpoint_at(self.port, Events())
-        self.later = endpoint_at(self.port, self.events)
-
-    def wait_until_served(self) -> None:
-        wait_until(lambda: is_served(self.port), 20, "the metrics to be served")
-
-
-@pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
+def test_a_port_that_another_worker_still_has_is_served_as_soon_as_it_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(prometheus, "PORT_S", 0.02)
-    two = Two()
-    two.earlier.loop.start()
-    two.wait_until_served()
-    two.later.loop.start()
-    wait_until(lambda: two.events.counts["metrics.not_served"], 20, "the first attempt")
-    yield two
-    two.earlier.stop()
-    two.later.stop()
-
-
-def test_a_port_that_another_worker_still_has_is_served_as_soon_as_it_is_free(two: Two) -> None:
-    two.earlier.stop()
-    two.wait_until_served()
-    two.later.stop()
-    assert not is_served(two.port)
-    assert two.events.counts["metrics.not_served"] == 1
+    port, events = free_port(), Events()
+    earlier, later = (
+        MetricsEndpoint(Address("127.0.0.1", port), each, CollectorRegistry())
+        for each in (Events(), events)
+    )
+    with ExitStack() as stops:
+        stops.callback(earlier.stop)
+        stops.callback(later.stop)
+        earlier.loop.start()
+        wait_until(lambda: is_served(port), 20, "the metrics to be served")
+        later.loop.start()
+        wait_until(lambda: events.counts["metrics.not_served"], 20, "the first attempt")
+        earlier.stop()
+        wait_until(lambda: is_served(port), 20, "the metrics of the other worker")
+    assert not is_served(port)
+    assert events.counts["metrics.not_served"] == 1
 
 
 # -- how long the metrics of the databases are kept before they are read again --------------------

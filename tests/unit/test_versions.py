@@ -64,27 +64,16 @@ def test_the_versions_in_the_docs_include_the_oldest_ones_that_are_tested() -> N
 
 #: `pyproject.toml` has the oldest version.
 OLDEST_CELERY = tuple(map(int, pinned()["celery"].split(".")[:2]))
-Install = Callable[..., None]
 Warnings = Callable[..., list[str]]
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Pretend that another version of Celery is installed."""
-
-    def install(*version: object) -> None:
-        monkeypatch.setattr(celery, "VERSION", version)
-        monkeypatch.setattr(celery, "__version__", ".".join(map(str, version)))
-
-    return install
-
-
-@pytest.fixture
-def warned(install: Install, caplog: pytest.LogCaptureFixture) -> Warnings:
+def warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Warnings:
     """Return what a worker with a version of Celery warns of at its start."""
 
     def warned(*version: object) -> list[str]:
-        install(*version)
+        monkeypatch.setattr(celery, "VERSION", version)
+        monkeypatch.setattr(celery, "__version__", ".".join(map(str, version)))
         delays_on("sqlite://").close()
         signals.celeryd_after_setup.send(sender="worker", instance=None, conf=None)
         return [r.getMessage() for r in caplog.records if r.name == "delaytasks.attachment"]
