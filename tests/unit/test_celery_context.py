@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from celery import Celery, current_task, signals
+from celery import current_task, signals
 from celery._state import get_current_task
 from celery.exceptions import Ignore, Reject
 from celery.exceptions import Retry as CeleryRetry
@@ -230,12 +230,6 @@ def test_signals_have_the_arguments_that_receivers_use(world: World, sent: Signa
 
 
 # -- celery's own ends -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def app() -> Celery:
-    """Return an app whose broker does not exist, so that publishing a message fails."""
-    return Celery(broker="memory://nowhere", set_as_current=False)
 
 
 def run(world: World, function: Callable[[], Any], runs: int = 0, **options: Any) -> DelayedTask:
