@@ -17,8 +17,8 @@ from tests.world.recording import ManualClock, ManualTime
 
 MakeMain = Callable[[int], "Main"]
 #: How much longer late entries wait if their queue has a backlog, how long a process continues with
-#: a backlog, and when a slow chunk gets another one beside it.
-BACKLOG_WAIT_S, CONTINUE_S, HELD_UP_S = 10.0, 2.0, 0.26
+#: a backlog, also in turn with another one, and when a slow chunk gets another one beside it.
+BACKLOG_WAIT_S, CONTINUE_S, CONTINUE_IN_TURN_S, HELD_UP_S = 10.0, 2.0, 0.5, 0.26
 
 
 class Main(MainProcess):
@@ -102,6 +102,15 @@ def test_a_drain_looks_at_the_priorities_of_entries_that_come_meanwhile(main: Ma
     main.end(is_full=True)
     [drained] = {chunk.priorities for chunk in main.requests[1:] if not chunk.entries}
     assert set(drained) == {*before, 8}
+
+
+def test_a_drain_that_is_requested_again_looks_again(main: Main) -> None:
+    main.drain()
+    main.drain()  # while the first chunk is on its way
+    main.end(0)
+    assert main.drained() == ["default"]
+    main.end(0)
+    assert main.requests == []
 
 
 def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(main: Main) -> None:
@@ -252,6 +261,25 @@ def test_an_empty_queue_behind_a_slow_task_is_read_once(make_main: MakeMain) -> 
     assert main.requests == []
 
 
+def test_a_look_whose_time_comes_after_the_decision_is_made(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main.drain()
+    main.time.at += HELD_UP_S - 0.02
+    decide = main.dispatcher._next_chunk
+
+    def decide_before() -> Any:
+        request = decide()
+        main.time.at += 0.02
+        return request
+
+    monkeypatch.setattr(main.dispatcher, "_next_chunk", decide_before)
+    main.pump()
+    assert len(main.requests) == 1
+    main.look()
+    assert len(main.requests) == 2
+
+
 def test_a_drain_survives_its_process_and_not_the_loss_of_the_database(main: Main) -> None:
     main.drain()
     main.lose_process()
@@ -272,6 +300,16 @@ def test_processes_drain_a_large_backlog_until_the_worker_stops(main: Main) -> N
     assert main.capacity() > 0, "they have time for entries that become due"
     main.stop()
     assert main.others_wait
+
+
+def test_draining_processes_share_their_time_with_another_queue(draining: Main) -> None:
+    draining.drain("mail", 0)
+    assert draining.others_wait
+    draining.end(is_full=True)
+    assert not draining.others_wait, "a process drains the other queue"
+    draining.end(is_full=True)
+    assert {*draining.drained()} == {"default", "mail"}
+    assert draining.continue_s() == [0, CONTINUE_IN_TURN_S]
 
 
 def test_a_solo_pool_drains_chunk_by_chunk(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,14 @@ def test_a_full_waitlist_is_checked_again_later(found: Tracked) -> None:
     assert found.ends(0) == 0.02
 
 
+def test_a_waitlist_whose_process_failed_is_visited_again(found: Tracked) -> None:
+    found.sees(1)
+    assert found.visits() == [MAIL]
+    found.visit_failed(MAIL)
+    assert found.check_in_s == 0.02
+    assert found.visits(1, WAITLIST_RECHECK_S) == [MAIL]
+
+
 def test_many_waitlists_are_checked_rarely_singly(found: Tracked, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(tracked_waitlists, "MAX_TRACKED_WAITLISTS", 30)
     monkeypatch.setattr(tracked_waitlists, "MAX_CHECKS_PER_S", 6)
