@@ -27,6 +27,7 @@ from delaytasks.cli.main import delays, main
 from delaytasks.model import errors
 from delaytasks.model.text import TABLES_REMEDY
 from delaytasks.operate.task_calls import pretty_body
+from tests.waiting import wait_until
 from tests.world import MonkeyPatch
 
 HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] :smile: \r\n\u202eforged line\x9b1m"
@@ -374,7 +375,11 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert "worker has ended with the signal SIGKILL" in log
     assert log.endswith("all stopped\n")
     stat = Path(f"/proc/{note.read_text()}/stat")
-    assert not stat.exists() or "Z" in stat.read_text().split(")")[1].split()[0]
+
+    def has_ended() -> bool:
+        return not stat.exists() or "Z" in stat.read_text().split(")")[1].split()[0]
+
+    wait_until(has_ended, 5, "the process that it has left to end")
 
 
 def test_a_log_line_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
