@@ -149,6 +149,7 @@ class Runner:
         """Run the entries of messages that fell due, and then their waitlists for `for_s`."""
         claimed_at, tally = monotonic(), Tally(BroughtBy.ENTRY)
         claimed = self._claims.claim(entries)
+        tally.claimed += len(claimed)
         with self._chunks.opened(claimed, claimed_at) as chunk:
             self._chunks.run(chunk, tally, self._host.may_detach)
         early, seen = tuple[Entry, ...](), claimed.seen.waitlists
@@ -158,7 +159,7 @@ class Runner:
             early, more_seen = self._run_missing(missing, tally)
             seen = seen | more_seen
         states = self._run_waitlists(seen, len(entries), for_s, tally)
-        return self._report(tally, len(claimed), early=early, waitlists=states)
+        return self._report(tally, early=early, waitlists=states)
 
     def _run_missing(
         self, missing: dict[tuple[int, int], Entry], tally: Tally
@@ -198,6 +199,7 @@ class Runner:
         claimed = self._claims.claim(
             [missing[row.id, row.version] for row in due if not row.lapses]
         )
+        tally.claimed += len(claimed)
         with self._chunks.opened(claimed, claimed_at) as chunk:
             self._chunks.run(chunk, tally, self._host.may_detach)
         seen = claimed.seen.waitlists
@@ -270,9 +272,7 @@ class Runner:
         later = waitlists - seen if is_full else set()
         states = self._run_waitlists(waitlists - later, limit, for_s, tally)
         states += tuple(WaitlistState(*waitlist, None) for waitlist in sorted(later))
-        return self._report(
-            tally, tally.claimed, is_full=is_full, drained=drained, waitlists=states
-        )
+        return self._report(tally, is_full=is_full, drained=drained, waitlists=states)
 
     def _run_recovered(self, queue: str, priorities: Sequence[int], tally: Tally) -> Claimed:
         """Claim and run one recovered row; it runs alone, since it may kill this process."""
@@ -346,7 +346,7 @@ class Runner:
         """Run tasks of one waitlist as long as there is capacity for them."""
         tally = Tally(BroughtBy.WAITLIST)
         state = self._run_one_waitlist(queue, tag, limit, for_s, tally)
-        return self._report(tally, tally.claimed, waitlists=() if state is None else (state,))
+        return self._report(tally, waitlists=() if state is None else (state,))
 
     def _run_waitlists(
         self, waitlists: Set[tuple[str, str]], limit: int, for_s: float, tally: Tally
@@ -428,9 +428,9 @@ class Runner:
         """Wait until the concurrent rows of past chunks have ended and are settled."""
         self._chunks.finish()
 
-    def _report(self, tally: Tally, claimed: int, **others: Any) -> Report:
+    def _report(self, tally: Tally, **others: Any) -> Report:
         return Report(
-            claimed,
+            tally.claimed,
             tally.ran,
             tally.seconds,
             wanted=tally.wanted_next,
