@@ -13,7 +13,7 @@ have locked.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -312,37 +312,45 @@ class Admission:
                     of_tag = due.setdefault((one.tag, one.queue), [])
                     of_tag.append((one.id, one.limit_key or ""))
         held: set[int] = set()
+        # A tag may have rows in several queues. Those that start are not RUNNING before all of them
+        # are chosen.
+        begun = defaultdict[str, Counter[str]](Counter)
         for tag, queue in sorted(due):  # all workers lock policies in this order
             rows = due[tag, queue]
-            starting = self._starting(on, queue, tag, rows)
+            starting = self._starting(on, queue, tag, rows, begun[tag])
             held.update(id for id, _ in rows if id not in starting)
         self._queries.hold(on, held)
         seen = WaitlistsSeen(frozenset((queue, tag) for tag, queue in due), len(held))
         return [one.id for one in candidates if one.id not in held], seen
 
-    def _starting(self, on: Any, queue: str, tag: str, rows: Sequence[tuple[int, str]]) -> set[int]:
-        """Return the ids of the rows (id and key) that may start now."""
+    def _starting(
+        self, on: Any, queue: str, tag: str, rows: Sequence[tuple[int, str]], begun: Counter[str]
+    ) -> set[int]:
+        """Return the ids of the rows (id and key) that may start now, and add them to `begun`, the
+        rows of the tag that start in this transaction, by key."""
         policy, starting = self._queries.lock_policy(on, tag), set[int]()
         if policy is not None and self._queries.has_entries(on, queue, tag):
             return starting
-        capacity, taken = self._measure(on, policy), Counter[str]()
+        capacity, taken = self._measure(on, policy, begun), Counter[str]()
         share = capacity.share(len(rows))
         for id, key in rows:
             if len(starting) < share and taken[key] < capacity.for_key(key):
                 starting.add(id)
                 taken[key] += 1
+        begun.update(taken)
         turn = policy and policy.turn
         self._record_starts(on, policy, capacity, len(starting), turn)
         return starting
 
-    def _measure(self, on: Any, policy: Any) -> Capacity:
-        """Measure the capacity of a tag whose policy is locked."""
+    def _measure(self, on: Any, policy: Any, begun: Mapping[str, int] = {}) -> Capacity:
+        """Measure the capacity of a tag whose policy is locked, without what `begun` takes."""
         if policy is None:
             return Capacity()
         concurrency, key_limit = policy.concurrency, policy.concurrency_per_key
         capacity = Capacity(key_limit=key_limit)
         if concurrency is not None or key_limit is not None:
-            capacity.running = self._queries.running(on, policy.name, key_limit is not None)
+            running = self._queries.running(on, policy.name, key_limit is not None)
+            capacity.running = Counter(running) + Counter(begun)
         if concurrency is not None:
             capacity.slots = max(concurrency - sum(capacity.running.values()), 0)
         if policy.rate is not None:

@@ -45,6 +45,14 @@ def test_no_more_tasks_start_than_the_limit_allows_and_the_others_are_held(world
     assert waitlist_rows(world) == 2
 
 
+@pytest.mark.parametrize("limit", [{"concurrency": 1}, {"concurrency_per_key": 1}], ids=str)
+def test_a_tag_has_one_limit_in_all_its_queues(world: World, limit: Any) -> None:
+    world.limit(**limit)
+    tasks = [world.schedule(queue=queue, limit_key="one") for queue in ("a", "b", "c")]
+    assert len(world.claim(*tasks)) == 1
+    assert Counter(world.statuses(tasks)) == {"RUNNING": 1, "HELD": 2}
+
+
 def test_a_later_task_waits_behind_the_tasks_of_the_waitlist(world: World) -> None:
     world.limit(concurrency=1)
     first, second = world.schedule(body=1), world.schedule(body=2)
