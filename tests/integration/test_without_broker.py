@@ -64,18 +64,3 @@ def test_a_worker_starts_and_works_without_broker(deploy: Deploy, broker: str, o
     wait_until(d.runs_on_time, 20, "the fast path to work", every_s=0.2)
     worker.terminate()
     assert worker.status == 0
-
-
-def test_without_a_broker_each_worker_drains_its_own_queues(deploy: Deploy) -> None:
-    """A sweep can then drain only the queues of the worker that sweeps."""
-    d, queues = deploy(proxied=["broker"]), ["mail", "report", "order"]
-    for queue in queues:
-        d.worker("-Q", f"{d.settings['namespace']}.{queue}")
-    d.proxies["broker"].refuse()
-    for _ in range(4):  # the same worker may sweep several times in turn
-        tasks = [d.schedule(queue=queue) for queue in queues]
-        d.wait_for(tasks, deadline_s=d.r1_s() + SLACK_S)
-    worker = d.begin_worker()
-    d.wait_for([d.schedule()], deadline_s=15 + d.r1_s() + SLACK_S)
-    worker.terminate()
-    assert worker.status == 0

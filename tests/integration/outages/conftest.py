@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from celery import Celery
-from kombu import Connection
-from sqlalchemy import func, select
 
-from delaytasks import DelayTasks
 from delaytasks.runtime import runtime_of
-from tests.conftest import closing_all, open_store
-from tests.proxy import proxy_to
-from tests.running import delete_keys
+from tests.integration.conftest import Deploy
+from tests.proxy import Proxy
+from tests.running import Deployment
 from tests.waiting import wait_until
 
 LIMIT_S = 0.5
@@ -24,24 +19,16 @@ LIMIT_S = 0.5
 SLACK_S = 0.4
 
 
-class ProxiedCaller:
-    """Provide a `DelayTasks` whose connections go through proxies, and whose calls arm."""
+class ProxiedCaller(Deployment):
+    """A deployment whose producer reaches the database and the broker through proxies."""
 
-    def __init__(self, database_url: str, broker_url: str, **settings: Any) -> None:
-        self.database, self.broker = proxy_to(database_url), proxy_to(broker_url)
-        self.namespace = "out" + secrets.token_hex(4)
-        self.seen: list[tuple[str, dict[str, Any]]] = []
-        self.delays = self.connect(database_url, broker_url, **settings)
-        self.store = open_store(database_url, table_prefix=self.namespace + "_")
-        self._broker_url = broker_url
+    @property
+    def database(self) -> Proxy:
+        return self.proxies["database"]
 
-    def connect(self, database_url: str, broker_url: str, **settings: Any) -> DelayTasks:
-        app = Celery("producer", broker=self.broker.url(broker_url), set_as_current=False)
-        names = {"namespace": self.namespace, "table_prefix": self.namespace + "_"}
-        settings = {"arm": "inline", **names, **settings}
-        delays = DelayTasks(app, self.database.url(database_url), **settings)
-        delays.events.subscribe(lambda name, fields: self.seen.append((name, fields)))
-        return delays
+    @property
+    def broker(self) -> Proxy:
+        return self.proxies["broker"]
 
     def warm_up(self) -> None:
         """Open all connections before the test."""
@@ -52,36 +39,22 @@ class ProxiedCaller:
     def arms(self) -> bool:
         """Schedule a task, and return whether the timer is up."""
         self.delays.schedule_delay("mail", {}, 5)
-        return runtime_of(self.delays).producer_timer.is_up
+        return self.timer_is_up
 
     def rows(self) -> int:
-        with self.store.database.auto.connect() as connection:
-            return connection.execute(
-                select(func.count()).select_from(self.store.schema.tasks)
-            ).scalar_one()
+        return sum(self.counted().values())
 
     def count(self, event: str) -> int:
         return self.delays.events.counts[event]
 
     def arrived(self) -> int:
         """Return the number of messages in the broker."""
-        with Connection(self._broker_url) as connection:
-            queue = runtime_of(self.delays).publisher.queue("default")(connection)
+        with self.broker_queue() as queue:
             return int(queue.queue_declare(passive=False).message_count)
 
     def close(self) -> None:
-        self.database.heal()
-        self.broker.heal()
-        self.delays.close()
-        self.store.schema.metadata.drop_all(self.store.database.tx)
-        self.store.close()
-        with Connection(self._broker_url) as connection:
-            queue = runtime_of(self.delays).publisher.queue("default")(connection)
-            queue.delete()
-            queue.exchange.delete()
-            delete_keys(connection, self.namespace)
-        self.database.close()
-        self.broker.close()
+        runtime_of(self.delays).store.database.dispose()  # connections may be broken
+        super().close()
 
 
 Connect = Callable[..., ProxiedCaller]
@@ -98,10 +71,12 @@ DATABASES = pytest.mark.parametrize("database", ["postgresql", "mysql"])
 
 
 @pytest.fixture
-def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
-    def new(database: str = "postgresql", broker: str = "redis", **settings: Any) -> ProxiedCaller:
-        urls = [request.getfixturevalue(f"{name}_url") for name in (database, broker)]
-        return ProxiedCaller(*urls, **settings)
+def connect(deploy: Deploy) -> Connect:
+    """Make callers that arm in their own thread, unless a setting says something else."""
+    places: Any = {"kind": ProxiedCaller, "proxied": ["database", "broker"], "arm": "inline"}
 
-    with closing_all(new) as connect:
-        yield connect
+    def new(database: str = "postgresql", broker: str = "redis", **settings: Any) -> ProxiedCaller:
+        made: ProxiedCaller = deploy(database, broker, **{**places, **settings})
+        return made
+
+    return new
