@@ -1,6 +1,6 @@
 """Test the `redis` timer on many kinds of servers.
 
-Servers are unreachable, slow, full or restarted, use ACLs or TLS, or form a cluster.
+Servers are full, use ACLs or TLS, or form a cluster.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,7 @@ from redis.cluster import RedisCluster
 from redis.exceptions import NoPermissionError
 
 from tests import services as redis_server
-from tests.conformance.test_timers import ALONE, burst, ran_once
-from tests.integration.conftest import Deploy
-from tests.integration.outages.conftest import LIMIT_S, SLACK_S, seconds
-from tests.proxy import Proxy
+from tests.integration.outages.conftest import LIMIT_S
 from tests.services import RedisServer, Server, free_port, redis_answers, redis_program, self_signed
 from tests.waiting import in_child, wait_until
 from tests.world.recording import RedisTimerHarness
@@ -44,60 +40,6 @@ def connect() -> Iterator[Connect]:
     yield connect
     for bench in made:
         bench.timer.link.close()
-
-
-# -- unreachable ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["refuse", "swallow"])
-def test_no_caller_waits_for_a_redis_outage(start_redis: Start, connect: Connect, how: str) -> None:
-    proxy = Proxy("127.0.0.1", start_redis().port)
-    bench = connect(f"redis://127.0.0.1:{proxy.port}/0", _publish_limit_s=LIMIT_S)
-    arm = bench.sender.arm
-    for number in range(2):
-        assert arm([bench.entry(1)])
-        getattr(proxy, how)()
-        assert seconds(lambda: arm([bench.entry(2)])) < LIMIT_S + SLACK_S
-        assert not bench.sender.is_up
-        assert seconds(lambda: [arm([bench.entry(3)]) for _ in range(100)]) < SLACK_S
-        assert bench.sender.flush(5)
-        assert bench.timer.take(dict.fromkeys(bench.timer.slots("default"), 10)) is None
-        assert bench.events.counts["timer.down"] == number + 1
-        proxy.heal()
-        wait_until(lambda: arm([bench.entry(4)]), 5, "Redis to be found again")
-        assert bench.sender.is_up
-        assert bench.events.counts["timer.up"] == number + 1
-    proxy.close()
-
-
-@pytest.mark.slow
-def test_a_slow_redis_delays_no_caller_over_the_limit(start_redis: Start, connect: Connect) -> None:
-    proxy = Proxy("127.0.0.1", start_redis().port)
-    # The proxy delays each direction of each step that opens a connection.
-    proxy.delay_s = 0.1
-    bench = connect(f"redis://127.0.0.1:{proxy.port}/1", _publish_limit_s=LIMIT_S)
-
-    def arm(id: int) -> float:
-        return seconds(lambda: bench.sender.arm([bench.entry(id)]))
-
-    with ThreadPoolExecutor(16) as pool:
-        for first, end in ((1, 17), (17, 65)):  # the first ones connect
-            assert max(pool.map(arm, range(first, end))) < LIMIT_S + SLACK_S
-            all = {"default": (end - 1, 0)}
-            wait_until(lambda all=all: bench.timer.counts(["default"]) == all, 20, "all entries")  # type: ignore[misc]
-    assert bench.events.counts["timer.down"] == 0, "it is slow, and works"
-    proxy.close()
-
-
-def test_a_restarted_redis_is_used_immediately(start_redis: Start, connect: Connect) -> None:
-    server = start_redis()
-    bench = connect(server.url)
-    bench.take()
-    assert bench.timer.arm([bench.entry(1)])
-    server.restart()
-    assert bench.timer.arm([bench.entry(2)]), "its old connection is not what counts"
-    assert all(some.was_lost for some in bench.take())
 
 
 def test_a_forked_child_has_a_connection_of_its_own(start_redis: Start, connect: Connect) -> None:
@@ -142,17 +84,22 @@ def allow(kind: str, *servers: RedisServer, more: str = "") -> str:
     return servers[0].url.replace("://", f"://{kind}:secret@")
 
 
+def let_work(web: RedisTimerHarness, worker: RedisTimerHarness, many: int = 1) -> None:
+    """Let one timer arm entries, and another one hear of them, take them and hand them on."""
+    listener = worker.timer.listen(["default"])
+    assert web.timer.arm([web.entry(id) for id in range(1, many + 1)]), web.events.counts
+    wait_until(lambda: listener.get_message(timeout=1), 10, "the worker to hear of it")
+    taken = worker.take()
+    assert sum(len(some.entries) for some in taken) == many
+    worker.hand_on(taken)
+    assert worker.timer.counts(["default"]) == {"default": (0, 0)}
+    assert web.events.counts["timer.down"] == worker.events.counts["timer.down"] == 0
+
+
 def test_the_documented_rights_allow_the_work_only(start_redis: Start, connect: Connect) -> None:
     server = start_redis()
     web, worker = (connect(allow(kind, server), namespace="shop") for kind in KINDS)
-    listener = worker.timer.listen(["default"])
-    assert web.timer.arm([web.entry(1)]), web.events.counts
-    wait_until(lambda: listener.get_message(timeout=1), 5, "the worker to hear of it")
-    taken = worker.take()
-    assert [entry.id for some in taken for entry in some.entries] == [1]
-    worker.timer.take({}, taken)
-    assert worker.timer.counts(["default"]) == {"default": (0, 0)}
-    assert web.events.counts["timer.down"] == worker.events.counts["timer.down"] == 0
+    let_work(web, worker)
     for refused in (["GET", "x"], ["ZADD", "x", 1, "y"], ["FLUSHALL"], ["PUBLISH", "x", "y"]):
         with pytest.raises(NoPermissionError):
             worker.timer.link.connect().execute_command(*refused)
@@ -191,10 +138,7 @@ def knows_tls(program: str) -> bool:
 def test_tls_connections_check_certificates(tls: tuple[RedisServer, str], connect: Connect) -> None:
     _, url = tls
     bench = connect(url)
-    listener = bench.timer.listen(["default"])
-    assert bench.timer.arm([bench.entry(1)]), bench.events.counts
-    wait_until(lambda: listener.get_message(timeout=1), 5, "the message")
-    assert bench.take_ids() == [1]
+    let_work(bench, bench)
     distrusting = connect(url.partition("?")[0])
     assert not distrusting.timer.arm([distrusting.entry(1)])
 
@@ -250,13 +194,7 @@ def test_cluster_users_need_the_added_rights(cluster: list[RedisServer], connect
     [more] = re.findall(r"^In a cluster both need `([^`]+)` as well", PAGE, re.MULTILINE)
     urls = [allow(kind, *cluster, more=more) for kind in KINDS]
     web, worker = (connect(url, namespace="shop") for url in urls)
-    listener = worker.timer.listen(["default"])
-    assert web.timer.arm([web.entry(id) for id in range(1, 101)]), web.events.counts
-    wait_until(lambda: listener.get_message(timeout=1), 10, "a message")
-    taken = worker.take()
-    assert sum(len(some.entries) for some in taken) == 100
-    worker.timer.take({}, taken)
-    assert worker.events.counts["timer.down"] == 0
+    let_work(web, worker, 100)
 
 
 @pytest.mark.slow
@@ -327,11 +265,3 @@ class SentinelServer(Server):
     def knows_replica(self, name: str) -> bool:
         with Redis(port=self.port) as client:
             return bool(client.execute_command("SENTINEL", "REPLICAS", name))
-
-
-@pytest.mark.slow
-def test_a_worker_runs_tasks_of_a_redis_cluster(cluster: list[RedisServer], deploy: Deploy) -> None:
-    d = deploy(**ALONE, timer=cluster[0].url)
-    d.worker()
-    tasks = [d.schedule(delay=n / 20) for n in range(40)]
-    ran_once(d, tasks + burst(d, "test.note", 300, body={"file": str(d.file)}))
