@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 from kombu import Producer
-from redis import Redis
 
 from delaytasks import DelayedTask, Status
 from delaytasks.broker.arming import RUN, SWEEP
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
-from tests.running import Deployment, combinations
+from tests.running import Deployment
 from tests.services import RedisServer
 from tests.waiting import wait_until
 
@@ -78,21 +77,12 @@ def forged_bodies(far: DelayedTask, near: DelayedTask, cancelled: DelayedTask) -
     return [
         *([[[entry], {}, {}] for entry in entries]),
         [[entries[:10]], {}, {}],
-        [[[[far.id, 0, now, 0]]] * 2, {}, {}],
-        *([], {}, None, 5, "text", [[]], [[[]], {}, {}]),
-        [[], {"evil": 1}, {}],
+        *([], {}, None, 5, "text"),
         [[[[far.id, 0, now]]], {}, {}],
-        [[[["1", "0", "0", "0"]]], {}, {}],
-        [[[[-1, 0, 0, 0]]], {}, {}],
-        [[[[10**30, 0, 0, 0]]], {}, {}],
-        [[[[1, 0, 10**18, 0]]], {}, {}],
-        [[[[1.5, True, None, {}]]], {}, {}],
         [[[[1, 0, 0, 0]] * 2000], {}, {}],
         [[[], {"drain": "x"}], {}, {}],
-        {"task": RUN, "args": "x", "kwargs": {"evil": 1}, "id": "x"},
         "[" * 100_000,
         *(b"\xff\xfe\x00", b""),
-        "[[" + "1," * 400_000 + "1]]",
     ]
 
 
@@ -111,40 +101,31 @@ def forged(bomb: FolderBomb, *tasks: DelayedTask) -> list[tuple[Any, Any, str]]:
         *messages,
         (empty, {"task": {"not": "hashable"}, "id": "x"}, JSON),
         (empty, {"task": "no.such.task"}, JSON),
-        (empty, {"task": "no.such.task", "id": "x"}, JSON),
         (empty, {**RUNS, "compression": "application/x-gzip"}, JSON),
-        ([[], {"drain": [0]}, {}], {**RUNS, "expires": "soon"}, JSON),
         ([[[], {"drain": [0]}], {}, {}], {**RUNS, "expires": 5}, JSON),
     ]
 
 
-def raw(properties: Any, headers: Any, body: Any = "e30=", **more: Any) -> str:
-    return json.dumps({"properties": properties, "headers": headers, "body": body, **more})
+def raw(properties: Any, headers: Any, body: Any = "e30=") -> str:
+    return json.dumps({"properties": properties, "headers": headers, "body": body})
 
 
 #: In Redis a queue is a list, so a client can push any bytes into it.
 RAW: list[Any] = [
-    *(b"garbage", b"\xff\xfe", b"5", b"[]", b"{}", b"[" * 100_000),
-    *(b'{"properties": 5}', b'{"properties": {}}'),
+    *(b"garbage", b"\xff\xfe", b"5", b"{}", b"[" * 100_000, b'{"properties": {}}'),
     raw({"delivery_tag": "x"}, "text"),
     raw({"delivery_tag": "x", "delivery_info": 5}, {"task": RUN}),
     raw({"delivery_tag": [], "body_encoding": "base64"}, RUNS, "?"),
-    raw(
-        {"delivery_tag": "x", "body_encoding": "none", "delivery_info": {"routing_key": ["x"]}},
-        *(RUNS, 5),
-        **{"content-type": JSON},
-    ),
 ]
 
 
-@pytest.mark.parametrize(("broker", "timer"), combinations("redis-eta redis-redis rabbitmq-eta"))
+@pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
 def test_forged_messages_stop_no_worker_and_run_no_task(
     deploy: Deploy,
     start_redis: Callable[..., RedisServer],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     broker: str,
-    timer: str,
 ) -> None:
     # Celery refuses to accept pickle as root without this variable.
     monkeypatch.setenv("C_FORCE_ROOT", "1")
@@ -152,7 +133,7 @@ def test_forged_messages_stop_no_worker_and_run_no_task(
     server, boom = start_redis() if broker == "redis" else None, tmp_path / "boom"
     conf = {"accept_content": ["json", "pickle"]}
     url = server.url if server else broker
-    d = deploy("postgresql", url, conf, kind=PickleWorker, timer=timer)
+    d = deploy("postgresql", url, conf, kind=PickleWorker)
     assert isinstance(d, PickleWorker)
     worker = d.worker("-Q", "default", concurrency=1)
     far, near, cancelled = d.schedule(delay=3600), d.schedule(delay=4), d.schedule(delay=3600)
@@ -161,8 +142,6 @@ def test_forged_messages_stop_no_worker_and_run_no_task(
     if server:
         for text in RAW:
             server.client().lpush(d.queue().name, text)
-        if timer == "redis":
-            forge_timer(d, server.client(), far)
     good = [d.schedule(delay=0.2) for _ in range(20)]
     d.wait_for([*good, near])
     assert not worker.ended()
@@ -173,23 +152,9 @@ def test_forged_messages_stop_no_worker_and_run_no_task(
     assert not boom.exists()
     wait_until(lambda: d.length() == 0, 10, "all to be taken in")
     log = worker.log()
-    # One line for each kind: messages, their entries, requests of sweeps, entries in Redis.
-    assert 1 <= log.count("message.refused") <= 4, "whoever sends many does not fill the log"
+    # One line for each kind: messages, their entries, requests of sweeps.
+    assert 1 <= log.count("message.refused") <= 3, "whoever sends many does not fill the log"
     assert "content.unsafe accepts='pickle'" in log
     assert "Unrecoverable" not in log
     assert "Connection to broker lost" not in log
     assert d.events()["message.refused"] >= 10
-
-
-def forge_timer(d: Deployment, redis: Redis, far: DelayedTask) -> None:
-    timer = runtime_of(d.delays).redis_timer
-    assert timer is not None
-    members = ["x", "", " ", "0:0", f"{2**63}:0", "1:2:3:4", "\x00", "1:0 5", "[" * 1000]
-    members += [f"{far.id}:0", f"{far.id}:7"]
-    for slot in timer.slots("default"):
-        for key in timer.keys(slot):
-            redis.zadd(key, dict.fromkeys(members, 1))
-        for said in ("garbage", "", "0 x", "0 nan", "0 -inf", "\xff", "99 0", "0"):
-            redis.publish(timer.channel("default"), said)
-    blocked = timer.keys(timer.slots("default")[-1])[0]
-    redis.set(blocked, "of another type")
