@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayedTask, NewTask, Status
+from delaytasks import NewTask, Status
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
 from tests.running import Deployment
@@ -32,16 +32,10 @@ def direct(deploy: Deploy) -> Callable[..., Deployment]:
     return make
 
 
-def set_policies(d: Deployment) -> None:
+def test_drain_does_all_the_work_of_a_worker_and_ends(direct: Deploy, database_url: str) -> None:
+    d = direct(database_url)
     d.delays.policies.pause(tag="test.word")
     d.delays.policies.set(tag="test.note", concurrency=1)
-
-
-def everything(d: Deployment) -> tuple[list[DelayedTask], list[DelayedTask], list[DelayedTask]]:
-    """Schedule tasks of each kind.
-
-    Return the tasks that end DONE, the tasks that end FAILED, and the tasks that keep waiting.
-    """
     mail = d.schedule("test.mail")
     batch = [d.schedule("test.batch", body={"number": number}) for number in range(0, 20, 2)]
     tags = ["test.wait", "test.async"] * 5
@@ -50,62 +44,22 @@ def everything(d: Deployment) -> tuple[list[DelayedTask], list[DelayedTask], lis
     paused = d.schedule("test.word", body={"word": "never"})
     unknown = d.schedule("test.nobody")
     limited = [d.schedule() for _ in range(10)]
-    return [mail, *batch, *side_by_side, *limited], [climbing], [paused, unknown]
-
-
-def check(
-    d: Deployment, done: list[DelayedTask], failed: list[DelayedTask], waiting: list[DelayedTask]
-) -> None:
-    d.wait_for(done)
-    d.wait_for(failed, Status.FAILED, 40)
-    assert d.delays.get(failed[0]).runs == 2
-    # A worker claims a task without a processor for a moment, again and again.
-    rests = {Status.NOT_COMPLETE, Status.HELD}
-    wait_until(lambda: {*map(d.status, waiting)} <= rests, 5, "the others to wait")
-    runs = [run[0] for run in d.runs() if run[1] != "ended"]
-    notes = [str(task.id) for task in done if task.tag == "test.note"]
-    assert sorted(run for run in runs if run in notes) == sorted(notes), "each once"
-
-
-def test_drain_does_all_the_work_of_a_worker_and_ends(direct: Deploy, database_url: str) -> None:
-    d = direct(database_url)
-    set_policies(d)
-    done, failed, waiting = everything(d)
+    done = [mail, *batch, *side_by_side, *limited]
     first = d.drain("-c", "2", deadline_s=60)
     clock = runtime_of(d.delays).clock
-    wait_until(lambda: clock.now() > d.delays.get(failed[0]).expected_time, 10, "the last retry")
+    wait_until(lambda: clock.now() > d.delays.get(climbing).expected_time, 10, "the last retry")
     second = d.drain("-c", "2", deadline_s=60)
-    check(d, done, failed, waiting)
+    d.wait_for(done)
+    d.wait_for([climbing], Status.FAILED, 40)
+    assert d.delays.get(climbing).runs == 2
+    # A worker claims a task without a processor for a moment, again and again.
+    rests = {Status.NOT_COMPLETE, Status.HELD}
+    wait_until(lambda: {d.status(paused), d.status(unknown)} <= rests, 5, "the others to wait")
+    runs, notes = [run[0] for run in d.runs()], [str(task.id) for task in limited]
+    assert sorted(run for run in runs if run in notes) == sorted(notes), "each once"
     assert [first["succeeded"], first["is_stopped"]] == [len(done), False]
     # The last retry may be due before the first drain ends.
     assert first["failed"] + second["failed"] == 1
-
-
-def test_permanent_drains_do_all_the_work_of_a_worker(direct: Deploy, database_url: str) -> None:
-    """Two drainers share all kinds of work, and one of them runs the rest when the other stops."""
-    d = direct(database_url, lease=60)
-    set_policies(d)
-    first, second = d.drainer(), d.drainer()
-    kinds = everything(d)
-    near = [d.schedule("test.quiet", 1 + n / 50) for n in range(100)]
-    d.wait_for(near[:50])
-
-    def workers() -> set[str]:
-        near.append(d.schedule("test.quiet", 0.1))
-        return {task.worker.partition("/")[0] for task in map(d.delays.get, near) if task.worker}
-
-    wait_until(lambda: len(workers()) == 2, 30, "both to have their part")
-    long = d.schedule("test.sleep", body={"seconds": 1.5})
-    wait_until(lambda: d.delays.get(long).status is Status.RUNNING, 20, "the long one to begin")
-    first.terminate()
-    check(d, *kinds)
-    d.wait_for([*near, long])
-    for task in near:
-        row = d.delays.get(task)
-        assert row.runs == 1
-        assert row.execution_time is not None
-        assert row.execution_time >= row.expected_time
-    assert not second.ended()
 
 
 @pytest.mark.quick

@@ -1,10 +1,9 @@
-"""Tasks run even if the main process of a worker stops, or loses its services."""
+"""Tasks run even if the main process of a worker stops, or loses its broker."""
 
 from __future__ import annotations
 
 import os
 import signal
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -45,23 +44,6 @@ def workers(deploy: Deploy) -> Deployment:
     return deploy(conf={"imports": ["tests.project", "tests.saboteur"]}, kind=WorkerTable)
 
 
-def test_the_entries_of_a_frozen_worker_run_once_elsewhere(workers: WorkerTable) -> None:
-    frozen, node = workers.worker(), workers.node(0)
-    held = [workers.schedule(delay=8) for _ in range(20)]
-    wait_until(lambda: workers.stats(node).get("held") == 20, 7, "the worker to hold them")
-    frozen.signal(signal.SIGSTOP)
-    workers.worker()
-    workers.wait_for(held)
-    assert workers.early() == []
-    assert max(workers.lateness_s()) < workers.r1_s() + SLACK_S
-    frozen.signal(signal.SIGCONT)
-    wait_until(lambda: workers.rests(node), 20, "it to bring out what it held")
-    after = workers.schedule()
-    workers.wait_for([after])
-    assert len(workers.runs()) == 21
-    assert {workers.delays.get(task).runs for task in held} == {1}
-
-
 def test_a_chunk_of_a_process_that_died_before_the_broker_blocks_none(workers: WorkerTable) -> None:
     """The new process inherits the pipe of the dead one.
 
@@ -91,47 +73,3 @@ def test_a_stopping_worker_gets_the_report_of_an_unconfirmed_chunk(workers: Work
     os.kill(process, signal.SIGCONT)
     wait_until(worker.ended, 10, "it to end")
     assert (worker.status, workers.status(task)) == (0, Status.DONE)
-
-
-# -- An unreachable database silences all workers -------------------------------------------------
-
-# No worker declares itself or another worker lost for that reason.
-
-
-#: A worker is lost after three silent sweep intervals; these tests sweep every second.
-SILENT_S = 3
-
-
-def sweeps_go_on(d: Deployment) -> None:
-    """Wait until there were several sweeps, and until each worker has reported."""
-    w, s = d.store.schema.workers, d.store.schema.sweeps
-    later = d.store.tasks.now() + timedelta(seconds=SILENT_S + 2)
-
-    def done() -> bool:
-        with d.store.database.auto.connect() as connection:
-            seen = [row.seen_at for row in connection.execute(w.select())]
-            swept = [row.swept_at for row in connection.execute(s.select())]
-        return bool(seen) and min([*seen, *swept]) > later
-
-    wait_until(done, 60, lambda: f"sweeps after the outage\n{d.logs()}", every_s=0.2)
-
-
-@pytest.mark.parametrize("database", ["postgresql", "mysql"])
-@pytest.mark.parametrize("outage", ["refuse", "swallow"])
-def test_no_worker_is_lost_because_of_an_outage(deploy: Deploy, database: str, outage: str) -> None:
-    d = deploy(database, proxied=["database"])
-    proxy, clock = d.proxies["database"], runtime_of(d.delays).clock
-    workers = [d.worker(pool="threads"), d.worker(pool="threads")]
-    d.wait_for([d.schedule()])
-    tasks = [d.schedule(delay=delay) for delay in (1, 2, 3)]
-    getattr(proxy, outage)()
-    ends = clock.now() + timedelta(seconds=3 * SILENT_S)
-    wait_until(lambda: clock.now() > ends, 30, "the outage", every_s=0.1)
-    proxy.heal()
-    d.wait_for(tasks, deadline_s=40)
-    sweeps_go_on(d)
-    logs = "".join(worker.log() for worker in workers)
-    assert "worker.lost" not in logs, logs
-    assert "queue.unserved" not in logs, logs
-    workers[0].kill()
-    workers[1].wait_for(f"worker.lost worker='{d.node(0)}'", 40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import pytest
 from kombu import Connection, Consumer, Queue
 from redis import Redis
 
+from delaytasks import Status
+from delaytasks.model.text import installed_version
 from delaytasks.runtime import runtime_of
 from delaytasks.worker.patches import stop_reading
 from tests.integration.conftest import Deploy
@@ -30,6 +33,28 @@ def test_without_remote_control_tasks_run_and_no_message_shuts_a_worker_down(
     d.wait_for([d.schedule(delay=0.2) for _ in range(3)], deadline_s=60)
     assert not worker.ended()
     assert "remote shutdown" not in worker.log()
+
+
+@pytest.mark.slow
+def test_celery_inspect_answers_while_a_chunk_runs(
+    deploy: Deploy, start_redis: Callable[[], RedisServer]
+) -> None:
+    """`celery inspect` prints the answer with the JSON encoder of the standard library."""
+    d = deploy("postgresql", start_redis().url)
+    worker = d.worker(concurrency=1)
+    running = d.schedule("test.sleep", body={"seconds": 600})
+    wait_until(lambda: d.status(running) is Status.RUNNING, 10, "the sleeper to run")
+
+    def reports() -> list[tuple[int, str]]:
+        """Return the busy processes and the version of each worker, as its row has them."""
+        return [(worker["busy"], worker["version"]) for worker in d.store.workers.all()]
+
+    wait_until(lambda: reports() == [(1, installed_version())], 10, "the report of its load")
+    said = d.command("inspect", "stats", "-d", d.node(0), "-t", "10")
+    assert said.status == 0, f"{said.log()}\n{worker.log()}"
+    assert re.search(r'"oldest_chunk": "\d{4}-\d\d-\d\dT', said.log())
+    assert re.search(r'"chunks": 1\b', said.log())
+    assert not worker.ended()
 
 
 # -- test hanging up ------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-POOLS = combinations("""sqlite-filesystem-threads sqlite-filesystem-solo
-    postgresql-rabbitmq-solo mysql-redis-prefork psycopg-redis-gevent mysql-rabbitmq-gevent""")
+POOLS = combinations("sqlite-filesystem-threads postgresql-rabbitmq-solo mysql-redis-prefork")
+POOLS += combinations("psycopg-redis-gevent")
 in_each_pool = pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
 WAITS = ["test.wait", "test.async"]
 

@@ -22,9 +22,8 @@ from tests.waiting import IS_LONG, SLACK_S, wait_until
 pytestmark = pytest.mark.slow
 
 QUICK_ONES = "postgresql-redis-prefork postgresql-rabbitmq-threads sqlite-filesystem-solo"
-SLOW_ONES = """postgresql-redis-threads psycopg-redis-prefork psycopg-rabbitmq-threads
-    mysql-redis-prefork mysql-rabbitmq-solo sqlite-redis-prefork sqlite-filesystem-prefork
-    psycopg-redis-gevent mysql-rabbitmq-gevent sqlite-filesystem-gevent"""
+SLOW_ONES = """psycopg-redis-prefork psycopg-rabbitmq-threads psycopg-redis-gevent
+    mysql-redis-prefork mysql-rabbitmq-solo sqlite-redis-prefork sqlite-filesystem-gevent"""
 COMBINATIONS = [*combinations(QUICK_ONES, is_quick=True), *combinations(SLOW_ONES)]
 #: A row that blocks its chunk runs for this many seconds.
 SLOW_S = 600 if IS_LONG else 6
@@ -35,22 +34,21 @@ def test_tasks_run_on_time_and_their_rows_record_this(site: Deployment, pool: st
     d = site
     worker = d.worker(pool=pool)
     near = [d.schedule(delay=1 + n / 50) for n in range(50)]
-    mail = d.schedule("test.mail", 0.5)
-    cancelled = d.schedule(delay=2)
+    near.append(d.delays.reschedule(d.schedule(delay=3600), 1))
+    mail, cancelled = d.schedule("test.mail", 0.5), d.schedule(delay=2)
     assert d.delays.cancel(cancelled)
     failing = d.schedule("test.fail", 0, body={"text": "no way"})
     heap, request = d.schedule("test.heap"), d.schedule("test.request")
-    unknown = d.schedule("test.nobody", 0)
     d.insert()
     d.wait_for([*near, mail, heap, request])
     d.wait_for([failing], Status.FAILED)
-    wait_until(lambda: d.counted()[Status.DONE] == 54, 15, "the plain row to run", 0.05)
+    wait_until(lambda: d.counted()[Status.DONE] == 55, 15, "the plain row to run", 0.05)
 
     [[_, frozen]] = [run for run in d.runs() if run[0] == str(heap.id)]
     assert int(frozen) > 10_000, "the garbage collector ignores what the worker has loaded"
     assert ["test.request", str(request.id), "0", "default"] in d.runs()
     noted = [run[0] for run in d.runs() if len(run) == 3 and run[1] != "mail"]
-    assert len(noted) == len(set(noted)) == 51
+    assert len(noted) == len(set(noted)) == 52
     assert d.early() == []
     assert d.status(cancelled) is Status.CANCELLED
     done = d.delays.get(near[0])
@@ -58,19 +56,11 @@ def test_tasks_run_on_time_and_their_rows_record_this(site: Deployment, pool: st
     # Its queue has no other row. On a busy machine, a row behind others may be given back.
     assert (d.delays.get(mail).version == 2) is (d.store.database.backend != "postgresql")
     assert (done.worker or "").startswith(d.node(0) + "/")
-    assert done.execution_time is not None
-    assert done.execution_time >= done.expected_time
-    assert done.ip_address is not None
-    socket.inet_aton(done.ip_address)
-    failed = d.delays.get(failing)
-    assert failed.error is not None
-    assert "ValueError: no way" in failed.error
-    assert 'in fail\n    raise ValueError(body.get("text", "as asked"))' in failed.error
-    assert "delaytasks/execution" not in failed.error, "the traceback begins with the processor"
-    waiting = d.delays.get(unknown)
-    assert (waiting.status, waiting.runs) == (Status.NOT_COMPLETE, 0)
-    assert "no such processor, tag=test.nobody" in (waiting.error or "")
-    assert waiting.expected_time > unknown.expected_time
+    socket.inet_aton(done.ip_address or "")
+    error = d.delays.get(failing).error or ""
+    assert error.startswith("Traceback (most recent call last):\n"), error
+    assert 'in fail\n    raise ValueError(body.get("text", "as asked"))' in error
+    assert "delaytasks/run/" not in error, "the traceback begins with the processor"
 
     held = [d.schedule(delay=5) for _ in range(3)]
     worker.terminate()
@@ -115,9 +105,8 @@ def test_a_task_that_kills_its_process_fails_and_others_run(deploy: Deploy, is_d
     assert max(d.delays.get(n).runs for n in neighbours) <= 2, "neighbours run once more at most"
 
 
-@pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
-def test_the_task_of_a_dead_process_runs_again_immediately(deploy: Deploy, database: str) -> None:
-    d = deploy(database, sweep=30, _self_sweep_s=30, horizon=60, lease=60)
+def test_the_task_of_a_dead_process_runs_again_immediately(deploy: Deploy) -> None:
+    d = deploy(sweep=30, _self_sweep_s=30, horizon=60, lease=60)
     d.worker()
     task = d.schedule("test.sleep", body={"seconds": 5})
     mail = d.schedule("test.sleep", queue="mail", priority=7, body={"seconds": 5})
