@@ -17,11 +17,6 @@ def total(numbers: list[int]) -> int:
     return sum(numbers)
 
 
-@shared_task(name="durable.fail")
-def fail() -> None:
-    raise ValueError("as asked")
-
-
 @shared_task(bind=True, name="durable.persist", max_retries=5)
 def persist(self: Any, times: int, **how: Any) -> tuple[int, str]:
     """Retry `times` times, and return the number of retries and the id."""
@@ -43,9 +38,3 @@ def autoretry(self: Any) -> int:
         raise ValueError("not yet")
     retries: int = self.request.retries
     return retries
-
-
-@shared_task(name="durable.note")
-def note(path: str, word: str) -> None:
-    with open(path, "a") as file:
-        file.write(word + "\n")
