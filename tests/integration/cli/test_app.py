@@ -55,33 +55,27 @@ def test_the_app_comes_from_the_environment(shop: Project) -> None:
     assert len(json.loads(said.stdout)["tasks"]) == 1
 
 
-def test_processors_in_modules_that_the_app_imports_bring_their_queues_and_run(
+def test_modules_that_the_app_imports_bring_the_instance_and_its_processors(
     shop: Project, forget: Callable[..., None]
 ) -> None:
-    app = f"{CELERY}; from delaytasks import DelayTasks"
-    app += "; app = Celery('s', include=['split_work'], set_as_current=False)"
-    app += "; delays = DelayTasks(app)"
-    work = "from split_app import delays; delays.processor('here', queue='own')(lambda body: None)"
-    forget(write("split_app", app), write("split_work", work))
+    modules = {
+        "split_app": f"{CELERY}; app = Celery('s', include=['split_work'], set_as_current=False)",
+        "split_delays": "from split_app import app; from delaytasks import DelayTasks; "
+        "delays = DelayTasks(app)",
+        "split_work": "from split_delays import delays; "
+        "delays.processor('here', queue='own')(lambda body: None)",
+    }
+    forget(*(write(*module) for module in modules.items()))
 
     def answer(*arguments: str) -> Any:
-        # Import the modules again, like a new process.
-        sys.modules.pop("split_app", None)
-        sys.modules.pop("split_work", None)
+        for name in modules:  # import them again, like a new process
+            sys.modules.pop(name, None)
         said = CliRunner().invoke(main, ["-A", "split_app", *arguments, "--json"])
         assert said.exit_code == 0, said.output
         return json.loads(said.stdout)
 
     assert answer("schedule", "here", "--delay", "0")["queue"] == "own"
     assert answer("run")["succeeded"] == 1
-
-
-def test_an_imported_modules_instance_is_found(bare: Project, forget: Callable[..., None]) -> None:
-    app = f"{CELERY}; app = Celery('late', include=['late_delays'], set_as_current=False)"
-    own = "from late_app import app; from delaytasks import DelayTasks; delays = DelayTasks(app)"
-    forget(write("late_app", app), write("late_delays", own))
-    said = CliRunner().invoke(main, ["-A", "late_app", "check", "--settings", "--json"])
-    assert said.exit_code == 0, said.output
 
 
 @pytest.mark.parametrize(

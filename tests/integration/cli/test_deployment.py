@@ -14,26 +14,27 @@ from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.text import installed_version
 from delaytasks.operate import state
-from delaytasks.operate.state import Count, count_overdue
+from delaytasks.operate.state import Count
 from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import Project
 from tests.services import RedisServer, free_port
 from tests.world.recording import set_columns
 
 
-def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
+def test_status_shows_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     store = shop.store
     shop.schedule("ok", 60)
     late = shop.schedule("ok")
     shop.delays.cancel(shop.schedule("ok", 60))
     shop("db", "upgrade")
     set_columns(store, "tasks", {"id": late.id}, expected_time=db_now_plus(-90))
-    for name, busy in (("fresh", 1), ("silent", None)):
+    for name, busy in (("fresh", 1), ("silent", None), ("lost", None)):
         store.workers.report(name, ["default", "letters"], "prefork", 2, 1500, busy=busy)
+    set_columns(store, "workers", {"name": "lost"}, seen_at=db_now_plus(-90))
+    assert store.workers.expire(80) == ["lost"]
     set_columns(store, "workers", {"name": "silent"}, seen_at=db_now_plus(-60))
     shop.schedule("mail")
     store.claims("dead", None).claim_due("letters", [0], 1)
-    assert shop.json("status")["expired_leases"] == 0
     set_columns(store, "tasks", {"tag": "mail"}, lease_until=db_now_plus(-1))
     never = {"partition": 0, "at": None, "age_s": None, "is_late": True, "armed_until": None}
     assert shop.json("status")["sweeps"] == [never]
@@ -41,9 +42,7 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     found = shop.json("status")
     counts = {"NOT_COMPLETE": 2, "CANCELLED": 1, "RUNNING": 1}
     assert found["counts"] == {status.name: 0 for status in Status} | counts
-    assert found["expired_leases"] == 1
-    assert found["overdue"]["count"] == 1
-    assert count_overdue(store, 1000) == (0, None), "within its grace"
+    assert (found["expired_leases"], found["overdue"]["count"], found["estimated"]) == (1, 1, [])
     assert 89 < found["overdue"]["late_s"] < 120
     shown = ("name", "is_alive", "busy", "clock_offset_s", "version", "queues")
     version, queues = installed_version(), ["default", "letters"]
@@ -51,43 +50,22 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
         ["fresh", True, 1, 0.0015, version, queues],
         ["silent", False, None, 0.0015, version, queues],
     ]
+    assert [worker["name"] for worker in found["lost_workers"]] == ["lost"]
     assert found["sweeps"][0]["age_s"] < 30
     assert not found["sweeps"][0]["is_late"]
     assert found["broker"] == {"url": "memory://", "is_up": True, "error": None}
     assert found["timer"] == {"name": "eta", "is_up": True, "queues": {}}
     assert found["database"]["revision"] == found["database"]["head"]
-    set_columns(store, "sweeps", swept_at=db_now_plus(-60))
-    assert shop.json("status")["sweeps"][0]["is_late"]
-    said = shop("status").stdout
-    assert re.search(r"^overdue +1, the oldest since \S+Z, 1m3\ds ago$", said, re.MULTILINE)
-    assert re.search(r"^fresh +yes .* 1 +2 +default, letters +\+2ms +\S+$", said, re.MULTILINE)
-
-
-def test_stats_shows_a_lost_worker_apart_from_the_others(shop: Project) -> None:
-    shop.store.workers.report("w1@host", ["letters"], "prefork", 2, 0)
-    set_columns(shop.store, "workers", seen_at=db_now_plus(-60))
-    assert shop.store.workers.expire(15) == ["w1@host"]
-    found = shop.json("status")
-    assert found["workers"] == []
-    [worker] = found["lost_workers"]
-    assert (worker["name"], worker["queues"], worker["concurrency"]) == ("w1@host", ["letters"], 2)
-    assert [problem["level"] for problem in found["verdict"]["problems"]] == ["note"]
-    said = shop("status").stdout
-    assert "Worker w1@host was lost at" in said
-    assert "no workers; start one" in said
-
-
-def test_an_estimate_is_shown_as_one(shop: Project) -> None:
-    shop.schedule("ok", 60)
-    assert shop.json("status")["estimated"] == []
-    assert "estimated" not in shop("status").stdout
     large = {status: Count(1_234_567, status is Status.NOT_COMPLETE) for status in Status}
     shop.patch.setattr(state, "task_counts", lambda *_: large)
-    assert len(re.findall("1,234,567 +estimated", shop("status").stdout)) == 1
-    assert shop.json("status")["estimated"] == ["NOT_COMPLETE"]
+    said = shop("status").stdout
+    assert len(re.findall("1,234,567 +estimated", said)) == 1
+    assert re.search(r"(?m)^overdue +1, the oldest since \S+Z, 1m3\ds ago$", said)
+    assert re.search(r"(?m)^fresh +yes .* 1 +2 +default, letters +\+2ms +\S+$", said)
+    assert "Worker lost was lost at" in said
 
 
-def test_stats_reports_an_unavailable_broker_and_waits_for_no_silent_one(shop: Project) -> None:
+def test_status_reports_an_unavailable_broker_and_waits_for_no_silent_one(shop: Project) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         for port in (free_port(), mute.getsockname()[1]):
             shop.patch.setenv("CELERY_BROKER_URL", f"redis://:canary@127.0.0.1:{port}/0")
@@ -96,7 +74,7 @@ def test_stats_reports_an_unavailable_broker_and_waits_for_no_silent_one(shop: P
             assert "canary" not in shop("status", "--json").output + shop("status").output
 
 
-def test_stats_says_how_many_near_tasks_wait_in_redis(
+def test_status_says_how_many_near_tasks_wait_in_redis(
     bare: Project, start_redis: Callable[..., RedisServer]
 ) -> None:
     redis = start_redis()
@@ -150,25 +128,14 @@ def test_db_upgrade_creates_the_tables_and_drops_them_on_the_way_back(bare: Proj
     assert bare.error("list", exit_code=1)["type"] == "StoreError"
     assert "db upgrade" in bare.error("list", "--follow", "--for", "0", exit_code=1)["error"]
     made = bare.json("db", "upgrade")
-    assert made["revision"] == made["head"]
-    assert made["is_current"]
-    assert bare.json("db", "upgrade", "--check") == made
-    bare.schedule(delay=60)
-    assert bare("db", "upgrade").exit_code == 0
-    assert len(bare.json("list")["tasks"]) == 1
-    bare.store.tasks.cancel(int(bare.json("list")["tasks"][0]["id"]))
-    assert bare.json("db", "upgrade", "--to", "base", "--yes")["revision"] is None
-    assert "run: delaytasks -A" in bare("db", "upgrade", "--check").stdout
-
-
-def test_a_downgrade_is_never_done_unasked_or_to_an_unknown_revision(bare: Project) -> None:
-    made = bare.json("db", "upgrade")
+    assert (made["revision"], made["is_current"]) == (made["head"], True)
     assert "--yes" in bare.error("db", "upgrade", "--to", "-1", exit_code=2)["error"]
     for revision in ("nowhere", "-9"):
         error = bare.error("db", "upgrade", "--to", revision, "--yes", exit_code=2)
-        assert error["type"] == "ConfigError"
-        assert revision in error["error"]
+        assert (error["type"], revision in error["error"]) == ("ConfigError", True)
     assert bare.json("db", "upgrade", "--check") == made
+    assert bare.json("db", "upgrade", "--to", "base", "--yes")["revision"] is None
+    assert "run: delaytasks -A" in bare("db", "upgrade", "--check").stdout
 
 
 def test_check_warns_if_the_authorities_of_callbacks_cannot_be_read(shop: Project) -> None:
@@ -179,15 +146,20 @@ def test_check_warns_if_the_authorities_of_callbacks_cannot_be_read(shop: Projec
 
 def test_check_finds_tasks_that_would_not_run_with_this_code(shop: Project) -> None:
     assert shop.json("check") == {"findings": [], "warnings": []}
-    shop.schedule("ok", 60)
-    assert "every waiting task has a processor" in shop("check").stdout
+    late = shop.schedule("mail")
+    set_columns(shop.store, "tasks", {"id": late.id}, expected_time=db_now_plus(-90))
+    [warning] = shop.json("check")["warnings"]
+    said = "1 late task of the tag mail in the queue letters: No live worker serves the queue"
+    assert warning.startswith(said)
+    shown = shop("check").stdout
+    assert "every waiting task has a processor" in shown
+    assert f"warning: {said}" in shown
     shop.schedule("gone", 60)
     shop.schedule("gone", 90)
     [finding] = shop.json("check", exit_code=1)["findings"]
-    assert (finding["tag"], finding["tasks"], finding["problem"]) == ("gone", 2, "no processor")
-    shown = shop("check")
-    assert shown.exit_code == 1
-    assert "2 tasks would not run well with this code" in shown.stdout
+    facts = [finding[name] for name in ("tag", "queues", "tasks", "problem")]
+    assert facts == ["gone", ["default"], 2, "no processor"]
+    assert "2 tasks would not run well with this code" in shop("check").stdout
 
 
 def test_check_finds_rows_that_no_worker_will_ever_run(shop: Project) -> None:

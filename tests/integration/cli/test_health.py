@@ -90,12 +90,11 @@ def test_each_fault_fails_its_own_check(
 ) -> None:
     damage(healthy)
     assert failed(healthy, "--max-overdue", "0") == [check]
+    assert failed(healthy, "--max-overdue", "1") == [check] * (check != "overdue")
 
 
 def test_overdue_tasks_are_counted_up_to_the_limit(healthy: Project) -> None:
-    make_a_task_overdue(healthy)
-    assert failed(healthy, "--max-overdue", "1") == []
-    for _ in range(2):
+    for _ in range(3):
         make_a_task_overdue(healthy)
     found = detail(healthy, "overdue", "--max-overdue", "1")
     assert found == "more than 1 overdue, at most 1", "others are not counted"
@@ -136,9 +135,6 @@ def test_a_lost_worker_is_named_and_counts_as_little_as_a_missing_one(healthy: P
     assert failed(healthy) == failed(healthy, "worker", "--live") == ["worker"]
     lost = rf"celery@{re.escape(HOST)} was lost \d+m?s ago"
     assert re.fullmatch(f"none is registered; {lost}", detail(healthy, "worker"))
-    of_worker = detail(healthy, "worker", "worker")
-    assert re.fullmatch(f"none is registered on {re.escape(HOST)}; {lost}", of_worker)
-    assert "lost" not in detail(healthy, "worker", "worker", "--name", "w1@elsewhere")
     report(healthy, f"w2@{HOST}")
     assert failed(healthy) == failed(healthy, "worker") == []
     assert re.fullmatch(rf"w2@{re.escape(HOST)} \(.* ago\); {lost}", detail(healthy, "worker"))
@@ -196,21 +192,3 @@ def test_a_database_that_hangs_is_given_up_in_time() -> None:
     assert database.detail == "no answer within 50ms"
     assert broker.is_ok
     may_end.set()
-
-
-#: A part of the error, and options of `status` with this error.
-IGNORED = """
-    --max-overdue: --probe worker --live --max-overdue 0 | --probe beat --live --max-overdue 0
-    requires a component: --probe --live | --probe beat --name w
-    --live requires --probe: --live
-    days is a number above 0: --ahead 0
-    processes: --ahead 1d --processes 0
-    --processes requires --ahead: --probe worker --processes 2
-    exclude each other: --watch --ahead 1d
-"""
-
-
-def test_an_option_that_would_be_ignored_is_refused(shop: Project) -> None:
-    for said, commands in re.findall("    (.*): (.*)", IGNORED):
-        for options in commands.split(" | "):
-            assert said in shop.error("status", *options.split(), exit_code=2)["error"], options

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cli.project import ROOT, RUN, Project, write
+from tests.integration.cli.project import ROOT, RUN, Project
 
 pytestmark = pytest.mark.slow
 
@@ -35,14 +35,7 @@ def test_celery_has_the_same_commands_with_its_own_app(shop: Project) -> None:
     assert (out, json.loads(err)["type"]) == ("", "TaskNotFoundError")
 
 
-def test_celery_delays_without_an_app_exits_with_the_missing_step(shop: Project) -> None:
-    write("celeryconfig", "")
-    failing = shop.process("-m", "celery", "delays", "list")
-    _, err = failing.communicate(timeout=30)
-    assert failing.returncode == 2
-    assert "has no delayed tasks; make one with DelayTasks(app)" in err
-
-
+@pytest.mark.quick
 @pytest.mark.parametrize("option", [[], ["--json"]])
 def test_a_pipe_that_closes_early_causes_no_error_message(shop: Project, option: list[str]) -> None:
     shop.delays.schedule_many(("ok", None, 60) for _ in range(100))
@@ -58,15 +51,6 @@ def test_with_json_the_log_is_not_written_to_stderr(shop: Project) -> None:
         shop.schedule("bad")
         _, err = shop.process("-c", RUN, "-A", shop.name, "run", *option).communicate(timeout=30)
         assert ("task.failed" in err) is not bool(option), err
-
-
-@pytest.mark.quick
-def test_piped_list_output_has_the_id_in_the_first_column(shop: Project) -> None:
-    ids = [str(shop.schedule(delay=60 + number).id) for number in range(3)]
-    listing = shop.process("-c", RUN, "-A", shop.name, "list", "--oldest-first")
-    out, err = listing.communicate(timeout=30)
-    assert [line.split()[0] for line in out.splitlines()] == ["id", *ids]
-    assert err == ""
 
 
 # -- A command in a folder without a database exits with an error and creates no files ------------
@@ -85,17 +69,13 @@ for command in sys.argv[1].split(","):
 """
 
 
-def run(folder: Path, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     ours = ("DELAYTASKS_", "CELERY_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return subprocess.run(
         [sys.executable, *command],
-        cwd=folder, env={**kept, **environ}, capture_output=True, text=True, timeout=60,
+        cwd=folder, env=kept, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-
-
-def delaytasks(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return run(folder, "-m", "delaytasks", *words, **environ)
 
 
 def test_only_a_migration_makes_the_database(tmp_path: Path) -> None:
@@ -111,21 +91,11 @@ def test_only_a_migration_makes_the_database(tmp_path: Path) -> None:
             assert "delaytasks db upgrade" in said
 
 
-def test_a_file_that_is_named_and_not_there_is_not_made_either(tmp_path: Path) -> None:
-    url = {"DELAYTASKS_DATABASE_URL": "sqlite:///shop/typo.db"}
-    said = delaytasks(tmp_path, "list", **url)
-    assert (said.returncode, list(tmp_path.iterdir())) == (1, [])
-    assert f"there is no database {tmp_path}/shop/typo.db" in said.stderr
-    made = delaytasks(tmp_path, "db", "upgrade", **url)
-    assert (made.returncode, made.stderr) == (0, "")
-    assert (tmp_path / "shop" / "typo.db").stat().st_mode & 0o777 == 0o600
-    assert delaytasks(tmp_path, "list", **url).returncode == 0
-
-
 def test_a_first_upgrade_of_the_default_database_says_how_to_choose_another(tmp_path: Path) -> None:
-    made = delaytasks(tmp_path, "db", "upgrade")
+    upgrade = "-m delaytasks db upgrade".split()
+    made = run(tmp_path, *upgrade)
     assert f"upgraded sqlite:///{tmp_path}/.delaytasks/delays.sqlite3" in made.stdout
     assert made.stderr.startswith("This is the default database of this folder. For the database")
-    assert delaytasks(tmp_path, "db", "upgrade").stderr == ""
+    assert run(tmp_path, *upgrade).stderr == ""
     (tmp_path / "manage.py").touch()
-    assert "python manage.py migrate" in delaytasks(tmp_path, "db", "upgrade").stderr
+    assert "python manage.py migrate" in run(tmp_path, *upgrade).stderr

@@ -63,11 +63,14 @@ def test_schedules_are_paused_and_found_by_the_beginning_of_their_names(shop: Pr
         shop("recurring", "set", name, "ok", "--every", "1h", "--overlap", "skip", "--jitter", "5m")
     for pattern, found in (("eu-*", ["eu-1", "eu-2"]), ("us-1", ["us-1"])):
         assert [each["name"] for each in shop.json("recurring", "list", pattern)] == found
-    assert schedules(shop)["us-1"]["overlap"] == "skip"
-    assert schedules(shop)["us-1"]["jitter_s"] == 300
+    stored = schedules(shop)["us-1"]
+    assert (stored["overlap"], stored["jitter_s"]) == ("skip", 300)
     assert shop.json("pause", "--recurring", "us-1", "--actor", "ann")["is_paused"]
     assert "paused" in shop("recurring", "list").stdout
     assert not shop.json("resume", "--recurring", "us-1")["is_paused"]
+    for command in ("recurring list", "recurring run", "recurring remove", "pause --recurring"):
+        error = shop.error(*command.split(), "nobody", exit_code=1)
+        assert error["type"] == "TaskNotFoundError"
 
 
 def test_the_next_occurrences_are_shown_in_utc_and_in_the_zone(shop: Project) -> None:
@@ -77,12 +80,6 @@ def test_the_next_occurrences_are_shown_in_utc_and_in_the_zone(shop: Project) ->
     instants = shop.json("recurring", "list", "r", "--next", "3")
     assert instants == [line.split()[0] for line in shown]
     assert len({*instants}) == 3
-
-
-def test_an_unknown_name_is_an_error(shop: Project) -> None:
-    commands = [["recurring", name, "nobody"] for name in ("list", "run", "remove")]
-    for command in [*commands, *([name, "--recurring", "nobody"] for name in ("pause", "resume"))]:
-        assert shop.error(*command, exit_code=1)["type"] == "TaskNotFoundError"
 
 
 # -- import ---------------------------------------------------------------------------------------

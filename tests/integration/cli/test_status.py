@@ -15,14 +15,19 @@ import termios
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
+from delaytasks import NewTask
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.task import DelayedTask, Entry
 from delaytasks.runtime import runtime_of
+from tests.doc_pages import block_beginning
 from tests.integration.cli.project import HOSTILE, ROOT, Project
+from tests.integration.cli.test_policies import hold
 from tests.world.recording import runner_of, set_columns
 
 
@@ -122,19 +127,13 @@ def test_follow_prints_a_line_for_each_change(shop: Project) -> None:
 
 
 def test_follow_on_a_terminal_colors_the_status_and_no_text_of_a_task(shop: Project) -> None:
-    tasks = {name: shop.schedule(name) for name in ("ok", "bad")}
-    runner_of(shop.delays).run([Entry(task.id, 0, 0) for task in tasks.values()])
-    shop.delays.cancel(shop.schedule("mail", 60))
-    shop.schedule("mail", 60)
-    lines = shop("list", "--follow", "--for", "0", color=True).stdout.splitlines()
-    styled = [re.sub(r"\d\d:.{9}|\d{6,}.*", "", line) for line in lines]
-    dim, bold, end = "\x1b[2m", "\x1b[1m", "\x1b[0m"
-    colors = {"DONE": "\x1b[32m", "FAILED": "\x1b[31m", "CANCELLED": "\x1b[90m", "NOT_COMPLETE": ""}
-    assert sorted(styled) == sorted(
-        f"{dim}{end} {color}{status:12}{end} {bold}{tag:16}{end} "
-        for (status, color), tag in zip(colors.items(), ("ok", "bad", "mail", "mail"), strict=True)
-    )
-    assert all(line.count("\x1b") == styled[at].count("\x1b") for at, line in enumerate(lines))
+    task = shop.schedule("bad")
+    runner_of(shop.delays).run([Entry(task.id, 0, 0)])
+    line = shop("list", "--follow", "--for", "0", color=True).stdout
+    styled = re.sub(r"\d\d:.{9}|\d{6,}.*\n", "", line)
+    dim, bold, red, end = "\x1b[2m", "\x1b[1m", "\x1b[31m", "\x1b[0m"
+    assert styled == f"{dim}{end} {red}FAILED      {end} {bold}bad             {end} "
+    assert line.count("\x1b") == styled.count("\x1b")
     assert shop("list", "--follow", "--for", "0").stdout.count("\x1b") == 0
 
 
@@ -149,13 +148,6 @@ def test_follow_in_json_has_a_document_in_each_line(shop: Project) -> None:
     assert document["meta"] == {"tenant": "acme"}
     assert "secret" not in lines[0]
     assert "body" not in document
-
-
-def test_follow_begins_with_the_last_changes_that_are_asked_for(shop: Project) -> None:
-    tasks, follow = [shop.schedule() for _ in range(5)], "list --follow --for 0".split()
-    assert len(shop(*follow, "--limit", "3").stdout.splitlines()) == 3
-    assert shop(*follow, "--limit", "0").stdout == ""
-    assert str(tasks[-1].id) in shop(*follow).stdout
 
 
 # -- `show`, `status` and `check` explain why tasks have not run ----------------------------------
@@ -190,73 +182,112 @@ def test_show_begins_with_each_reason_and_its_remedy(shop: Project) -> None:
 
 
 def test_a_key_of_no_live_task_names_the_last_task_that_had_it(shop: Project) -> None:
-    older = shop.schedule(key="k1", delay=3600)
-    shop.delays.cancel(older)
-    newer = shop.schedule(key="k1", delay=60)
-    shop.delays.cancel(newer)
+    for delay in (3600, 60):
+        shop.delays.cancel(newest := shop.schedule(key="k1", delay=delay))
     found = shop.json("show", "--tag", "ok", "--key", "k1")
-    assert (found["id"], found["status"]) == (str(newer.id), "CANCELLED")
+    assert (found["id"], found["status"]) == (str(newest.id), "CANCELLED")
     error = shop.error("show", "--tag", "ok", "--key", "k2", exit_code=1)
     assert error["type"] == "TaskNotFoundError"
     live = shop.schedule(key="k1", delay=30)
     assert shop.json("show", "--tag", "ok", "--key", "k1")["id"] == str(live.id)
 
 
-def test_each_hint_repeats_how_the_user_called(shop: Project) -> None:
-    task = overdue(shop)
-    worker = f"celery -A {shop.name} worker"
-    assert shop.json("show", str(task.id))["why"][0]["remedy"] == f"Start a worker: {worker}"
-    assert f"start one with: {worker}" in shop("status").stdout
-    shop.store.schema.metadata.drop_all(shop.store.database.tx)
-    assert f"run: delaytasks -A {shop.name} db upgrade\n" in shop("list").stderr
-
-
-def test_show_of_a_deferred_task_has_its_due_time_and_the_next_try(shop: Project) -> None:
+def test_a_deferred_task_has_its_first_due_time_and_late_tasks_have_their_cause(
+    shop: Project,
+) -> None:
     shop.store.workers.report("w", ["default"], "prefork", 2, 0, ["ok"])
     task = deferred(shop)
     shown = shop.json("show", str(task.id))
     assert shown["due_time"] < shown["expected_time"]
     assert [each["code"] for each in shown["why"]] == ["no_processor"]
     said = shop("show", str(task.id)).stdout
-    assert re.search(r"(?m)^due_time .* ago\)$", said)
     assert re.search(r"(?m)^It was due 1m3\ds ago, and no worker could run it: no such proc", said)
     assert re.search(rf"(?m)^{task.id} .* 1m3\ds ago", shop("list").stdout), "not its next try"
-
-
-def test_stats_names_the_queue_and_the_tag_of_late_tasks(shop: Project) -> None:
-    deferred(shop)
-    for _ in range(2):
-        overdue(shop, "mail")
-    shop.store.workers.report("w", ["default"], "prefork", 2, 0, ["ok"])
-    found = shop.json("status")
-    assert found["overdue"]["count"] == 3
-    late = [(each["queue"], each["tag"], each["tasks"], each["reason"]) for each in found["late"]]
-    assert late == [("letters", "mail", 2, "no_worker"), ("default", "gone", 1, "no_processor")]
-    assert all(89 < each["late_s"] < 120 for each in found["late"])
-    assert found["workers"][0]["tags"] == ["ok"]
+    overdue(shop, "mail")
+    overdue(shop, "ok")
+    late = [(each["queue"], each["tag"], each["reason"]) for each in shop.json("status")["late"]]
+    names = [("letters", "mail", "no_worker"), ("default", "gone", "no_processor")]
+    assert sorted(late) == sorted([*names, ("default", "ok", "due")])
     said = shop("status").stdout
     for pattern in (
-        r"2 tasks of mail are overdue by up to 1m3\ds\. No live worker serves the queue letters",
+        r"1 task of mail is overdue by up to 1m3\ds\. No live worker serves the queue letters",
         r"1 task of gone is overdue by up to 1m3\ds\. No worker of the queue default has a proc",
     ):
         assert re.search(f"(?m)^- {pattern}", said)
+    warnings = str(shop.json("check", exit_code=1)["warnings"])
+    warned = re.findall(r"late task of the tag (\w+)", warnings)
+    assert warned == [tag for _, tag, code in late if code != "due"]
 
 
-def test_check_names_the_queue_and_warns_without_a_failure(shop: Project) -> None:
-    overdue(shop, "mail")
-    found = shop.json("check")
-    [warning] = found["warnings"]
-    late = "1 late task of the tag mail in the queue letters: No live worker serves the queue"
-    assert warning.startswith(late)
-    assert "warning: 1 late task of the tag mail" in shop("check").stdout
-    deferred(shop)
-    [finding] = shop.json("check", exit_code=1)["findings"]
-    assert (finding["tag"], finding["queues"]) == ("gone", ["default"])
-    assert finding["problem"] == "no processor"
+# -- what docs/scale.md and docs/fix-a-problem.md show, apart from the times -----------------------
 
 
-def test_tasks_that_only_wait_for_a_free_worker_cause_no_warning(shop: Project) -> None:
-    overdue(shop)
-    shop.store.workers.report("w", ["*"], "prefork", 2, 0, ["ok"])
-    assert shop.json("check")["warnings"] == []
-    assert [each["reason"] for each in shop.json("status")["late"]] == ["due"]
+def shown(page: str, beginning: str) -> tuple[list[str], list[str]]:
+    """Return the words of the documented command, and the lines that it prints."""
+    command, *lines = block_beginning(page, beginning).text.splitlines()
+    return command.split()[2:], [without_times(line) for line in lines]
+
+
+def without_times(line: str) -> str:
+    line = re.sub(r"\b[A-Z][a-z]{2} (?=\d{4}-)", "DAY ", line)
+    return re.sub(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ( \(\w+\))?", "INSTANT", line).rstrip()
+
+
+def printed(shop: Project, words: list[str]) -> list[str]:
+    said = shop(*words)
+    assert said.exit_code == 0, said.output
+    own = said.stdout.replace(f"delaytasks -A {shop.name}", "delaytasks")
+    return [without_times(line) for line in own.splitlines()]
+
+
+@pytest.mark.slow
+def test_the_forecast_of_a_peak(shop: Project) -> None:
+    shop.patch.setenv("COLUMNS", "200")
+    at = datetime.now(timezone.utc).replace(hour=9, minute=0) + timedelta(days=2)
+    rows = """
+        INSERT INTO yb_delay_task_message (tag, message_body, delay_time, expected_time)
+        WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < :n)
+        SELECT 'newsletter.send', '{}', 0, :due FROM numbers
+    """
+    with shop.store.database.begin() as connection:
+        due = f"{at:%Y-%m-%d %H:%M:00.000000}"
+        connection.execute(text(rows), {"n": 240_000, "due": due})
+    words, lines = shown("docs/scale.md", "$ delaytasks status --ahead 7d")
+    assert printed(shop, words) == lines
+
+
+def test_the_reason_why_a_task_has_not_run(shop: Project) -> None:
+    words, lines = shown("docs/fix-a-problem.md", "$ delaytasks show")
+    shop.store.workers.report("w", ["default"], "prefork", 2, 0)
+    task = shop.schedule("mail.send", id=int(words[-1]))
+    shop("pause", "--tag", "mail.send", "--actor", "ann@shop")
+    hold(shop, task)
+    assert printed(shop, words)[: len(lines) + 1] == [*lines, ""], "the fields follow"
+
+
+def test_the_busiest_hour_is_shown_with_its_share_of_the_hour(shop: Project) -> None:
+    at = datetime.now(timezone.utc).replace(minute=0, second=0, microsecond=0) + timedelta(days=2)
+    shop.delays.schedule_many(NewTask("mail", n, at=at) for n in range(1200))
+    shop.store.workers.report("w", ["default", "letters"], "prefork", 2, 0)
+    said = shop("status", "--ahead", "7d")
+    busy = f"{at:%a %Y-%m-%dT%H:%M:%SZ}: 1,200 tasks of mail keep 2 processes busy for 30s.\n"
+    assert f"The processes suffice. The busiest hour is {busy}" in said.stdout
+    document = shop.json("status", "--ahead", "7d", "--processes", "1")
+    *_, hour = document["hours"]
+    assert (hour["due"], hour["start"], hour["busy_s"]) == (1200, at.isoformat(), 60.0)
+
+
+def test_names_have_no_effect_on_the_terminal(shop: Project) -> None:
+    shop.insert(tag=HOSTILE[:100], expected_time=datetime.now(timezone.utc), delay_time=0)
+    said = shop("status", "--ahead", "7d")
+    assert r"1 task of \x1b[31mred" in said.stdout
+    assert r"without measurements: \x1b[31mred" in said.stderr
+    assert not set("\x1b\x9b\u202e\r") & set(said.stdout + said.stderr)
+
+
+def test_only_the_busiest_hours_are_printed(shop: Project) -> None:
+    for hour in range(20):
+        shop.schedule("mail", hour * 3600 + 1800)
+    said = shop("status", "--ahead", "7d").stdout
+    assert "and 8 hours more; --json has them" in said
+    assert len(shop.json("status", "--ahead", "7d")["hours"]) == 20
