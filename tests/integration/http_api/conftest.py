@@ -13,7 +13,6 @@ from werkzeug.test import TestResponse
 
 from delaytasks import DelayTasks
 from delaytasks.db.engines import create_sqlite_file
-from delaytasks.db.store import Store
 from delaytasks.http_api.api_keys import ApiKeyFile
 from delaytasks.http_api.routes import make_api
 from delaytasks.runtime import runtime_of
@@ -63,32 +62,19 @@ class ApiSite:
 
 
 @contextmanager
-def site_at(url: str, folder: Path, **settings: Any) -> Iterator[ApiSite]:
+def site_on_a_file(folder: Path, **settings: Any) -> Iterator[ApiSite]:
+    """Yield an API on the SQLite file `api.sqlite3`."""
+    url = f"sqlite:///{folder / 'api.sqlite3'}"
     delays = delays_on(url, timer="direct", tags="any", **settings)
+    create_sqlite_file(runtime_of(delays).store.database.url)
+    with runtime_of(delays).store.database.begin() as connection:
+        create_tables(connection, delays)
     yield ApiSite(delays, folder)
     delays.close()
 
 
-@contextmanager
-def site_on_a_file(folder: Path) -> Iterator[ApiSite]:
-    """Yield an API on the SQLite file `api.sqlite3`."""
-    with site_at(f"sqlite:///{folder / 'api.sqlite3'}", folder) as site:
-        create_sqlite_file(runtime_of(site.delays).store.database.url)
-        with runtime_of(site.delays).store.database.begin() as connection:
-            create_tables(connection, site.delays)
-        yield site
-
-
 @pytest.fixture
-def site(store: Store, database_url: str, tmp_path: Path) -> Iterator[ApiSite]:
-    """An API on each database."""
-    with site_at(database_url, tmp_path, table_prefix="s_") as made:
-        yield made
-
-
-@pytest.fixture
-def file_site(tmp_path: Path) -> Iterator[ApiSite]:
-    """An API for what does not depend on the database."""
+def site(tmp_path: Path) -> Iterator[ApiSite]:
     with site_on_a_file(tmp_path) as made:
         yield made
 

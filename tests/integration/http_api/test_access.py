@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from delaytasks import ConfigError
-from delaytasks.db.store import Store
 from delaytasks.http_api.api_keys import ApiKey, ApiKeyFile, ApiKeys, new_entry
 from delaytasks.http_api.routes import ROUTES, Route, make_api
 from delaytasks.operate import serving as probes
 from delaytasks.operate.health import HealthChecks
-from tests.integration.http_api.conftest import ApiCaller, ApiSite, site_at
+from delaytasks.runtime import runtime_of
+from tests.integration.http_api.conftest import ApiCaller, ApiSite, site_on_a_file
 
 #: A valid body of each route that has one.
 BODIES: dict[str, dict[str, Any]] = {
@@ -124,10 +124,10 @@ def test_a_wrong_scope_is_refused(scopes: str) -> None:
 
 
 def test_a_request_names_a_queue_of_the_settings_or_of_the_scopes_of_its_key(
-    database_url: str, store: Store, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     new = {"tag": "mail", "delay": 60}
-    with site_at(database_url, tmp_path, table_prefix="s_", queues={"*": "slow"}) as site:
+    with site_on_a_file(tmp_path, queues={"*": "slow"}) as site:
         caller = site.caller("schedule:mail", "queue:eu-*")
         for queue, status in (("slow", 200), ("eu-1", 200), ("default", 403), ("invented", 403)):
             answer = caller("POST", "/v1/tasks", {**new, "queue": queue})
@@ -145,37 +145,28 @@ def probe(site: ApiSite, name: str) -> tuple[int, dict[str, bool]]:
     return answer.status_code, document["checks"]
 
 
-def test_a_server_is_ready_on_each_database_with_tables(
-    site: ApiSite, database_url: str, tmp_path: Path
-) -> None:
-    assert probe(site, "ready") == (200, {"database": True, "tables": True})
-    with site_at(database_url, tmp_path, table_prefix="none_") as without:
-        assert probe(without, "ready") == (503, {"database": True, "tables": False})
-
-
-def test_a_server_is_ready_while_its_database_answers(
-    file_site: ApiSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_is_ready_while_its_database_answers_and_has_tables(
+    site: ApiSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probes, "ASK_AGAIN_S", 0.0)
-    assert probe(file_site, "ready") == (200, {"database": True, "tables": True})
-    file_site.delays.close()
-    file = tmp_path / "api.sqlite3"
-    content = file.read_bytes()
-    file.write_text("no database any more")
-    assert probe(file_site, "ready") == (503, {"database": False})
-    assert probe(file_site, "live") == (200, {}), "a restart would not help"
-    file.write_bytes(content)
-    assert probe(file_site, "ready")[0] == 200
+    assert probe(site, "ready") == (200, {"database": True, "tables": True})
+    store = runtime_of(site.delays).store
+    store.schema.metadata.drop_all(store.database.tx)
+    assert probe(site, "ready") == (503, {"database": True, "tables": False})
+    site.delays.close()
+    (tmp_path / "api.sqlite3").write_text("no database any more")
+    assert probe(site, "ready") == (503, {"database": False})
+    assert probe(site, "live") == (200, {}), "a restart would not help"
 
 
 def test_a_probe_neither_repeats_a_check_nor_waits_for_that_of_another_probe(
-    file_site: ApiSite, monkeypatch: pytest.MonkeyPatch
+    site: ApiSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probes, "ASK_AGAIN_S", 60.0)
-    assert probe(file_site, "ready")[0] == 200
+    assert probe(site, "ready")[0] == 200
     with monkeypatch.context() as patch:
         patch.setattr(HealthChecks, "ready", None)
-        assert probe(file_site, "ready")[0] == 200, "probes within a moment share one check"
+        assert probe(site, "ready")[0] == 200, "probes within a moment share one check"
     is_asking, may_answer = threading.Event(), threading.Event()
 
     def hang(*_: object) -> list[object]:
@@ -186,10 +177,10 @@ def test_a_probe_neither_repeats_a_check_nor_waits_for_that_of_another_probe(
     monkeypatch.setattr(probes, "ASK_AGAIN_S", 0.0)
     monkeypatch.setattr(HealthChecks, "ready", hang)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(probe, file_site, "ready")
+        waiting = pool.submit(probe, site, "ready")
         try:
             assert is_asking.wait(5)
-            assert probe(file_site, "ready") == (200, {"database": True, "tables": True})
+            assert probe(site, "ready") == (200, {"database": True, "tables": True})
             assert not waiting.done()
         finally:
             may_answer.set()

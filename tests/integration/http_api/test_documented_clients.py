@@ -21,8 +21,8 @@ COMMANDS = {"text": ("schedule.sh", ["sh"]), "javascript": ("schedule.mjs", ["no
 
 
 @pytest.fixture
-def url(file_site: ApiSite) -> Iterator[str]:
-    with served(file_site.app) as url:
+def url(site: ApiSite) -> Iterator[str]:
+    with served(site.app) as url:
         yield url
 
 
@@ -39,18 +39,18 @@ def run(language: str, program: str, url: str, site: ApiSite, folder: Path) -> s
 
 @pytest.mark.parametrize("language", COMMANDS)
 def test_a_documented_client_schedules_a_task_which_the_documented_request_cancels(
-    language: str, file_site: ApiSite, url: str, tmp_path: Path
+    language: str, site: ApiSite, url: str, tmp_path: Path
 ) -> None:
     program = next(text for block, text in BLOCKS if block == language)
-    output = run(language, program, url, file_site, tmp_path)
-    [task] = file_site.delays.find(tag="order.close")
+    output = run(language, program, url, site, tmp_path)
+    [task] = site.delays.find(tag="order.close")
     assert (task.key, task.body) == ("7", {"order": 7})
     assert str(task.id) in output
     if language == "text":
         _, cancel, *_ = [text for block, text in BLOCKS if block == "text"]
-        answer = run("text", cancel, url, file_site, tmp_path)
+        answer = run("text", cancel, url, site, tmp_path)
         assert '"is_cancelled":true' in answer.replace(" ", "")
-        assert file_site.delays.get(task).status.name == "CANCELLED"
+        assert site.delays.get(task).status.name == "CANCELLED"
 
 
 def test_a_key_that_is_in_use_is_answered_with_the_documented_problem(shop: ApiCaller) -> None:
