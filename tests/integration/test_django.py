@@ -1,41 +1,55 @@
-"""Test Django: transactions and statements on its own connection."""
+"""Test Django: transactions on its own connection, its databases, and `manage.py`."""
 
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
-from delaytasks.db.engines import create_sqlite_file
-
 pytest.importorskip("django")
 
+import psycopg
 from asgiref.sync import sync_to_async
 from celery import signals as celery_signals
 from celery.app.utils import find_app
 from celery.fixups.django import DjangoWorkerFixup
-from django.core import signals
+from click.testing import CliRunner
+from django.core.checks import run_checks
 from django.core.exceptions import SynchronousOnlyOperation
-from django.core.management import call_command
-from django.db import connections, transaction
+from django.core.management import CommandError, call_command
+from django.db import DatabaseError, OperationalError, connections, transaction
 from django.test.utils import CaptureQueriesContext, override_settings
+from sqlalchemy import text
 
 import delaytasks as e
 from delaytasks import DelayedTask, Status
+from delaytasks.cli.main import main
+from delaytasks.contrib.django import apps as checks
 from delaytasks.contrib.django.django_connection import DjangoConnection
+from delaytasks.contrib.django.django_connection import database_url as url_of
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
+from delaytasks.contrib.django.management.commands import delays as command
+from delaytasks.db import migrations
 from delaytasks.model.body import key_name
 from delaytasks.model.filters import Filter
 from delaytasks.model.task import Entry
 from delaytasks.runtime import runtime_of
+from tests.conformance.test_outages import READ_ONLY
 from tests.integration import django_settings
+from tests.integration.django_settings import instance_on
+from tests.proxy import proxy_to
+from tests.services import free_port
 from tests.world.recording import new_key, runner_of
 
 DUE = datetime(2031, 2, 3, 4, 5, 6, tzinfo=timezone.utc)
@@ -48,22 +62,10 @@ def django() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def alias(django: None, database_url: str) -> Iterator[str]:
-    name = "test_" + database_url.partition(":")[0].partition("+")[0]
-    django_settings.add_database(name, database_url)
-    yield name
-    django_settings.remove_database(name)
-
-
-@pytest.fixture(scope="module")
-def module_delays(alias: str) -> Iterator[DjangoDelays]:
-    prefix = "d" + secrets.token_hex(3) + "_"
-    delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix=prefix)
-    create_sqlite_file(runtime_of(delays).store.database.url)
-    runtime_of(delays).store.schema.metadata.create_all(runtime_of(delays).store.database.tx)
-    yield delays
-    runtime_of(delays).store.schema.metadata.drop_all(runtime_of(delays).store.database.tx)
-    delays.close()
+def module_delays(django: None, database_url: str) -> Iterator[DjangoDelays]:
+    kind = re.split(r"\W", database_url)[0]
+    with instance_on(database_url, f"test_{kind}") as delays:
+        yield delays
 
 
 @pytest.fixture
@@ -128,21 +130,8 @@ def test_one_query_writes_a_task_in_the_atomic_block_and_it_is_armed_after_the_c
     assert rows(delays) == [delays.get(task)]
 
 
-def remind_customer(order: int) -> None: ...
-
-
-def test_a_delayed_celery_task_is_written_in_the_atomic_block(delays: DjangoDelays) -> None:
-    remind = runtime_of(delays).celery.task(remind_customer, name="django.remind")
-    with rolled_back(delays.alias):
-        remind.apply_async((1,), countdown=60, durable_eta=True)
-    with transaction.atomic(delays.alias):
-        kept = remind.apply_async((2,), countdown=60, durable_eta=True)
-    assert [row.key for row in rows(delays)] == [kept.id]
-
-
 def test_a_rollback_leaves_no_row_and_no_entry(delays: DjangoDelays, armed: list[Entry]) -> None:
     with rolled_back(delays.alias):
-        delays.schedule_delay("order.close", 1, 1)
         delays.schedule_delay("order.close", 2, 1, key="k")
         delays.schedule_many([("order.close", n, 1) for n in range(700)])
     assert not rows(delays)
@@ -152,10 +141,7 @@ def test_a_rollback_leaves_no_row_and_no_entry(delays: DjangoDelays, armed: list
         kept = delays.schedule_delay("order.close", 1, 1, key="k")
         with rolled_back(delays.alias):
             delays.schedule_delay("order.close", 2, 1)
-        with transaction.atomic(delays.alias):
-            inner = delays.schedule_delay("order.close", 3, 1)
-    ids = [kept.id, inner.id]
-    assert sorted(task.id for task in rows(delays)) == [entry.id for entry in armed] == ids
+    assert [task.id for task in rows(delays)] == [entry.id for entry in armed] == [kept.id]
 
 
 def test_a_commit_by_hand_writes_the_tasks(delays: DjangoDelays, armed: list[Entry]) -> None:
@@ -220,26 +206,20 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
 ) -> None:
     from delaytasks.contrib.django import models
 
-    prefix, key = delays.settings.table_prefix, new_key()
+    prefix, key, body = delays.settings.table_prefix, new_key(), {"card": "cAnArY"}
     own = DjangoDelays(
         django_settings.new_celery_app(), delays.alias, table_prefix=prefix, encryption_keys=[key]
     )
-    monkeypatch.setattr(runtime_of(own).producer_timer, "arm", list[Entry]().extend)
-    body = {"card": "cAnArY", "percent": "100 %"}
     with transaction.atomic(own.alias):
-        own.schedule_delay("order.close", body, 60)
-        own.schedule_delay("order.close", body, 60, key="k")
-        own.schedule_delay("order.close", body, 60, key="k", on_conflict="replace")
-        own.schedule_many([("order.close", body, 60)] * 3)
-        assert [task.body for task in own.find()] == [body] * 5
-    table = runtime_of(own).store.schema.tasks.name
+        own.schedule_delay("order.close", body, 3600)
+        own.schedule_many([("order.close", body, 3600)] * 3)
+        assert [task.body for task in own.find()] == [body] * 4
     with connections[own.alias].cursor() as cursor:
+        table = runtime_of(own).store.schema.tasks.name
         cursor.execute(f"SELECT message_body, id, tag FROM {table}")
-        rows = cursor.fetchall()
-    stored = [row[0] for row in rows]
-    assert [text[:16] for text in stored] == [f"aesgcm:{key_name(key)}:"] * 5
-    assert "cAnArY" not in repr(stored)
-    row = models.DelayTaskRow(id=rows[0][1], tag=rows[0][2], message_body=stored[0])
+        stored = cursor.fetchall()
+    assert [text[:16] for text, *_ in stored] == [f"aesgcm:{key_name(key)}:"] * 4
+    row = models.DelayTaskRow(id=stored[0][1], tag=stored[0][2], message_body=stored[0][0])
     with pytest.raises(e.BodyEncryptedError):
         _ = row.body
     monkeypatch.setattr(models, "project_delays", lambda: own)
@@ -324,72 +304,41 @@ def fail_in_sql(*arguments: Any) -> bool:
     return True
 
 
-def test_the_error_about_missing_tables_names_the_command_that_creates_them(alias: str) -> None:
+def test_the_error_about_missing_tables_names_the_command_that_creates_them(
+    module_delays: DjangoDelays,
+) -> None:
+    alias, remedy = module_delays.alias, r"manage\.py migrate"
     delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="nowhere_")
     try:
-        with pytest.raises(
-            e.StoreError, match=r"nowhere_yb_delay_task_message.*manage\.py migrate"
-        ):
+        with pytest.raises(e.StoreError, match=rf"nowhere_yb_delay_task_message.*{remedy}"):
             delays.schedule_delay("order.close", 1, 1)
-        refused = pytest.raises(e.SessionUnusableError, match=r"manage\.py migrate")
-        with refused, transaction.atomic(alias):
+        with pytest.raises(e.SessionUnusableError, match=remedy), transaction.atomic(alias):
             delays.schedule_delay("order.close", 1, 1)
-        with pytest.raises(
-            e.ConfigError, match=r"missing or old.*; run: python manage\.py migrate$"
-        ):
+        with pytest.raises(e.ConfigError, match=rf"missing or old.*; run: python {remedy}$"):
             runtime_of(delays).checks.check_ready()  # as a worker does at its start
     finally:
         delays.close()
 
 
-def test_a_broken_connection_is_reported_and_during_a_commit_with_the_id(
+def test_a_connection_that_breaks_during_a_commit_is_reported_with_the_id(
     delays: DjangoDelays, armed: list[Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from django.db import OperationalError
-
     def broken(*_: Any, **__: Any) -> None:
         raise OperationalError("server closed the connection unexpectedly\nsecret")
 
-    connection = connections[delays.alias]
     with monkeypatch.context() as patch:
-        patch.setattr(runtime_of(delays).store.tasks.new, "insert", broken)
-        with pytest.raises(e.StoreUnavailableError, match="closed the connection") as error:
-            delays.schedule_delay("order.close", 1, 1)
-        assert "secret" not in str(error.value)
-    with monkeypatch.context() as patch:
-        patch.setattr(connection, "commit", broken)
-        with pytest.raises(e.OutcomeUnknownError) as many:
+        patch.setattr(connections[delays.alias], "commit", broken)
+        with pytest.raises(e.OutcomeUnknownError) as unknown:
             delays.schedule_many([("order.close", 1, 1)])
+        assert "secret" not in str(unknown.value)
         with pytest.raises(e.OutcomeUnknownError) as unknown:
             delays.schedule_delay("order.close", 1, 1)
-    assert many.value.id is not None
-    assert unknown.value.id is not None
-    assert delays.schedule_delay("order.close", 1, 1, id=unknown.value.id).id == unknown.value.id
+    id = unknown.value.id
+    assert id is not None
+    assert delays.schedule_delay("order.close", 1, 1, id=id).id == id
 
 
 # -- Requests of a Django project, and several databases ------------------------------------------
-
-
-class OneDatabase:
-    """A router that lets only one database have tables."""
-
-    def allow_migrate(self, db: str, app_label: str, **_: Any) -> bool:
-        return db == "orders"
-
-
-@pytest.mark.parametrize("max_age_s", [0, 60, None])
-def test_calls_work_with_any_conn_max_age(
-    delays: DjangoDelays, monkeypatch: pytest.MonkeyPatch, max_age_s: float | None
-) -> None:
-    connection = connections[delays.alias]
-    monkeypatch.setitem(connection.settings_dict, "CONN_MAX_AGE", max_age_s)
-    connection.close()
-    for number in range(3):
-        signals.request_started.send(None)
-        delays.schedule_delay("order.close", number, 60)
-        signals.request_finished.send(None)
-        assert (connection.connection is None) is (max_age_s == 0)
-    assert [task.body for task in delays.find()] == [0, 1, 2]
 
 
 @pytest.fixture
@@ -408,15 +357,13 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DjangoDe
         django_settings.remove_database(name)
 
 
-@pytest.mark.parametrize("routers", [[], [f"{__name__}.OneDatabase"]])
-def test_only_the_configured_database_has_tables(orders: DjangoDelays, routers: list[str]) -> None:
-    with override_settings(DATABASE_ROUTERS=routers):
-        for name in ("orders", "archive"):
-            call_command("migrate", database=name, verbosity=0)
-        task = orders.schedule_delay("order.close", {"order": 7}, 60)
-        from delaytasks.contrib.django.models import DelayTaskRow
+def test_only_the_configured_database_has_tables(orders: DjangoDelays) -> None:
+    from delaytasks.contrib.django.models import DelayTaskRow
 
-        assert [row.id for row in DelayTaskRow.objects.all()] == [task.id]
+    for name in ("orders", "archive"):
+        call_command("migrate", database=name, verbosity=0)
+    task = orders.schedule_delay("order.close", {"order": 7}, 60)
+    assert [row.id for row in DelayTaskRow.objects.all()] == [task.id]
     table = runtime_of(orders).store.schema.tasks.name
     assert table in connections["orders"].introspection.table_names()
     assert table not in connections["archive"].introspection.table_names()
@@ -451,15 +398,15 @@ def run_six(delays: DjangoDelays, tag: str) -> list[DelayedTask]:
 
 @pytest.mark.usefixtures("fixup")
 @pytest.mark.parametrize("is_async", [False, True], ids=["threads", "coroutines"])
-def test_each_row_closes_its_connection(delays: DjangoDelays, alias: str, is_async: bool) -> None:
+def test_each_row_closes_its_connection(delays: DjangoDelays, is_async: bool) -> None:
     """Django makes the connections of coroutines in a thread of its own."""
     used: list[tuple[int, Any]] = []
 
     def work(body: Any) -> None:
-        query(alias, used)
+        query(delays.alias, used)
 
     async def work_on_loop(body: Any) -> None:
-        await sync_to_async(query)(alias, used)
+        await sync_to_async(query)(delays.alias, used)
 
     runtime_of(delays).registry._processors.pop("shop.concurrent", None)
     delays.processor("shop.concurrent", in_flight=2)(work_on_loop if is_async else work)
@@ -474,7 +421,7 @@ def test_each_row_closes_its_connection(delays: DjangoDelays, alias: str, is_asy
 @pytest.fixture
 def async_delays(database_url: str) -> Iterator[DjangoDelays]:
     # The name is new because asgiref's thread keeps its connections.
-    with django_settings.instance_on(database_url, f"async_{secrets.token_hex(3)}") as new:
+    with instance_on(database_url, f"async_{secrets.token_hex(3)}") as new:
         yield new
 
 
@@ -494,25 +441,19 @@ def run(async_delays: DjangoDelays) -> Callable[[Any], Any]:
 def test_concurrent_calls_use_the_connection_of_djangos_asynchronous_orm(
     async_delays: DjangoDelays, run: Callable[[Any], Any]
 ) -> None:
-    statements: list[str] = []
-
-    def log_queries() -> None:
-        connections[async_delays.alias].force_debug_cursor = True
-
-    def read_log() -> None:
-        statements.extend(query["sql"] for query in connections[async_delays.alias].queries)
-
-    async def go() -> set[int]:
-        await sync_to_async(log_queries)()
+    async def go() -> None:
+        await sync_to_async(log_queries)(True)
         calls = (async_delays.aschedule_delay("order.close", {}, 60) for _ in range(5))
         ids = {task.id for task in await asyncio.gather(*calls)}
-        await sync_to_async(read_log)()
-        return ids
+        statements = await sync_to_async(log_queries)(False)
+        assert len([sql for sql in statements if sql.startswith("INSERT INTO")]) == len(ids) == 5
 
-    ids = run(go())
-    assert {task.id for task in async_delays.find()} == ids
-    assert len([sql for sql in statements if sql.startswith("INSERT INTO")]) == len(ids) == 5
-    connections[async_delays.alias].close()
+    def log_queries(begins: bool) -> list[str]:
+        connection = connections[async_delays.alias]
+        connection.force_debug_cursor = begins
+        return [query["sql"] for query in connection.queries]
+
+    run(go())
 
 
 def test_a_synchronous_call_in_a_coroutine_names_its_twin(
@@ -523,3 +464,276 @@ def test_a_synchronous_call_in_a_coroutine_names_its_twin(
 
     with pytest.raises(SynchronousOnlyOperation, match="such as aschedule_delay"):
         run(go())
+
+
+# -- the settings of databases --------------------------------------------------------------------
+
+SHOP = {"NAME": "shop", "HOST": "db"}
+
+
+@pytest.mark.parametrize(
+    ("vendor", "settings", "url"),
+    [
+        ("postgresql", {**SHOP, "USER": "me", "PASSWORD": "p@ss:/%", "PORT": "5433"},
+         "+psycopg2://me:p%40ss%3A%2F%25@db:5433/shop"),
+        ("postgresql", {"NAME": "shop"}, "+psycopg2:///shop"),
+        ("postgresql", {"NAME": "shop", "HOST": "/var/run/postgresql", "PORT": 5433},
+         "+psycopg2:///shop?host=%2Fvar%2Frun%2Fpostgresql&port=5433"),
+        ("postgresql",
+         {**SHOP, "OPTIONS": {"sslmode": "require", "pool": True, "isolation_level": 3}},
+         "+psycopg2://db/shop?sslmode=require"),
+        ("postgresql", {**SHOP, "OPTIONS": {"options": "-c search_path=a", "assume_role": "b"}},
+         "+psycopg2://db/shop?options=-c+search_path%3Da+-c+role%3Db"),
+        ("postgresql", {"NAME": "", "OPTIONS": {"service": "shop"}}, "+psycopg2://?service=shop"),
+        ("mysql",
+         {**SHOP, "USER": "me", "PASSWORD": "p w", "PORT": 3307, "OPTIONS": {"charset": "x"}},
+         "+pymysql://me:p w@db:3307/shop"),
+        ("mysql", {"NAME": "shop", "HOST": "/run/mysqld.sock"},
+         "+pymysql://localhost/shop?unix_socket=%2Frun%2Fmysqld.sock"),
+        ("mysql", {**SHOP, "OPTIONS": {"ssl_mode": "VERIFY_CA", "ssl": {"ca": "/ca.pem"}}},
+         "+pymysql://db/shop?ssl_ca=%2Fca.pem&ssl_check_hostname=false"),
+        ("sqlite", {"NAME": "/srv/shop.sqlite3"}, ":////srv/shop.sqlite3"),
+        ("sqlite", {"NAME": "file:memorydb_default?mode=memory&cache=shared"},
+         ":///file:memorydb_default?mode=memory&cache=shared&uri=true"),
+    ],
+)  # fmt: skip
+def test_the_url_has_djangos_settings(vendor: str, settings: dict[str, Any], url: str) -> None:
+    # SQLAlchemy 2.0 quotes fewer characters.
+    assert unquote(url_of(vendor, settings)) == unquote(vendor + url)
+    with pytest.raises(e.ConfigError, match=r"oracle.*DELAYTASKS\['database'\]"):
+        url_of("oracle", settings)
+
+
+def test_tasks_are_written_with_psycopg_3_which_django_prefers(postgresql_url: str) -> None:
+    with (
+        instance_on(postgresql_url, "modern") as delays,
+        transaction.atomic("modern"),
+        connections["modern"].cursor() as cursor,
+    ):
+        task = delays.schedule_delay("order.close", {"order": 7}, 60)
+        assert isinstance(connections["modern"].connection, psycopg.Connection)
+        cursor.execute(f"SELECT id FROM {runtime_of(delays).store.schema.tasks.name}")
+        assert cursor.fetchall() == [(task.id,)]
+        assert delays.get(task).body == {"order": 7}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"horizon_s": 30}, "did you mean horizon"),
+        ({"horizon": -1}, "delaytasks_horizon = -1"),
+        ({"database": "orders"}, r"'orders' is not one alias of settings.DATABASES \('default'"),
+        ({"database": ["default", "orders"]}, "not one alias .* several databases need"),
+        ({"database_url": "sqlite://"}, "name an alias"),
+        ({"celery_app": "delaytasks.client.DelayTasks"}, "not a Celery app"),
+        ([("horizon", 30)], "is a dict"),
+    ],
+)
+def test_a_wrong_setting_is_reported_at_the_start(
+    options: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(options, dict):
+        monkeypatch.setattr(django_settings, "celery_app", django_settings.new_celery_app())
+        options = {"celery_app": f"{django_settings.__name__}.celery_app", **options}
+    with override_settings(DELAYTASKS=options), pytest.raises(e.ConfigError, match=message):
+        project_delays.__wrapped__()
+
+
+# -- Errors of calls without a database -----------------------------------------------------------
+
+
+@pytest.fixture(params=["postgresql", "mysql", "sqlite"])
+def away(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DjangoDelays]:
+    """Return an instance whose database has never been reachable."""
+    place = f"//root@127.0.0.1:{free_port()}/shop"
+    is_file = request.param == "sqlite"
+    url = f"sqlite:///{tmp_path}/no/shop.sqlite3" if is_file else f"{request.param}:{place}"
+    alias = f"away_{request.param}"
+    django_settings.add_database(alias, url)
+    delays = DjangoDelays(django_settings.new_celery_app(), alias)
+    yield delays
+    delays.close()
+    django_settings.remove_database(alias)
+
+
+CALLS: list[Callable[[DjangoDelays], Any]] = [
+    lambda d: d.schedule_delay("mail", {}, 5),
+    lambda d: d.schedule_delay("mail", {}, 5, key="k"),
+    lambda d: d.schedule_many([("mail", {}, 5)]),
+    lambda d: d.cancel(tag="mail", key="k"),
+    lambda d: d.touch([7], 5),
+    lambda d: d.get(7, attempts=True),
+    lambda d: d.find(tag="mail").tasks,
+]
+
+
+def test_calls_outside_of_atomic_report_that_the_database_is_unavailable(
+    away: DjangoDelays,
+) -> None:
+    for call in CALLS * 2:
+        with pytest.raises(e.StoreUnavailableError, match="cannot be reached: ") as caught:
+            call(away)
+        assert "atomic" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_a_database_lost_between_two_calls_is_reported_and_used_again_later(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = request.getfixturevalue(f"{kind}_url")
+    proxy = proxy_to(url)
+    with closing(proxy), instance_on(proxy.url(url), f"leaves_{kind}") as delays:
+        task = delays.schedule_delay("mail", {}, 60, key="k")
+        # The call must read the database's time inside its own transaction.
+        monkeypatch.setattr(runtime_of(delays).clock, "_base", None)
+        proxy.reset()
+        with pytest.raises(e.StoreUnavailableError):
+            delays.reschedule(task, 5)
+        proxy.refuse()
+        for call in (
+            lambda: delays.reschedule(task, 5),
+            lambda: delays.cancel(task),
+            lambda: delays.get(task),
+        ):
+            with pytest.raises(e.StoreUnavailableError):
+                call()
+        with (
+            pytest.raises((e.SessionUnusableError, DatabaseError)),
+            transaction.atomic(delays.alias),
+        ):
+            delays.get(task)
+        proxy.heal()
+        assert delays.cancel(task)
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_a_connection_to_a_former_primary_is_closed_after_one_call(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    with instance_on(request.getfixturevalue(f"{kind}_url"), f"demoted_{kind}") as delays:
+        with connections[delays.alias].cursor() as cursor:
+            cursor.execute(READ_ONLY[kind])
+        with pytest.raises(e.StoreUnavailableError, match=r"(?i)read.only transaction"):
+            delays.schedule_delay("mail", {}, 60)
+        delays.schedule_delay("mail", {}, 60)
+        assert len(delays.find(tag="mail").tasks) == 1
+
+
+# -- `manage.py check` ----------------------------------------------------------------------------
+
+MakeProject = Callable[..., DjangoDelays]
+
+
+@pytest.fixture
+def make_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeProject]:
+    """Return a function that makes the project's instance, on an SQLite file without tables."""
+    made: list[DjangoDelays] = []
+
+    def make(
+        broker_url: str | None = "memory://", database: str = "checked", **settings: Any
+    ) -> DjangoDelays:
+        app = django_settings.new_celery_app()
+        app.conf.broker_url = broker_url
+        made.append(DjangoDelays(app, database, **settings))
+        monkeypatch.setattr(checks, "project_delays", lambda: made[-1])
+        return made[-1]
+
+    django_settings.add_database("checked", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
+    yield make
+    for delays in made:
+        delays.close()
+    django_settings.remove_database("checked")
+
+
+def found(**options: Any) -> dict[str, str]:
+    """Return the messages and hints of our checks by their ids, as `manage.py check` finds them."""
+    messages = run_checks(tags=["delaytasks"], **options)
+    assert all(message.hint for message in messages)
+    return {each.id.removeprefix("delaytasks."): f"{each.msg} {each.hint}" for each in messages}
+
+
+def test_only_a_wrong_horizon_or_broker_is_a_problem(make_project: MakeProject) -> None:
+    migrations.upgrade(runtime_of(make_project()).store.database)
+    assert found(databases=["checked"]) == {}
+    delays = make_project(horizon=30)
+    runtime_of(delays).celery.conf.broker_transport_options = {"visibility_timeout": 20}
+    assert list(found()) == ["E001"]
+    assert "lower the horizon" in found()["E001"]
+    make_project(None)
+    assert "CELERY_BROKER_URL" in found()["W001"]
+    make_project(None, timer="direct")
+    assert found() == {}
+
+
+def test_tables_that_are_missing_or_of_another_version_are_reported(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = runtime_of(make_project()).store.database
+    assert "manage.py migrate" in found(databases=["checked"])["W003"]
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.argv", ["manage.py", "migrate"])
+        assert "W003" not in found(databases=["checked"]), "this command makes them"
+    migrations.upgrade(database)
+    for revision in ("9999", "0000"):
+        with database.begin() as connection:
+            table = migrations.version_table("")
+            connection.execute(text(f"UPDATE {table} SET version_num = '{revision}'"))
+        if revision == "9999":  # this version works with tables of a newer one
+            assert found(databases=["checked"]) == {}
+    message = found(databases=["checked"])["W003"]
+    assert "revision 0000" in message
+    assert "manage.py migrate" in message
+
+
+# -- `manage.py delays`, which runs the command line with the settings of Django ------------------
+
+
+@pytest.fixture
+def commanded(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> DjangoDelays:
+    """Return the project's instance, with tables."""
+    made = make_project(tags="any")
+    migrations.upgrade(runtime_of(made).store.database)
+    monkeypatch.setattr(command, "project_delays", lambda: made)
+    return made
+
+
+def manage(*arguments: str) -> int | str | None:
+    """Run `manage.py delays …` as Django does, and return its exit code."""
+    with pytest.raises(SystemExit) as caught:
+        command.Command().run_from_argv(["./manage.py", "delays", *arguments])
+    return caught.value.code
+
+
+def test_manage_py_has_the_commands_of_the_command_line_and_passes_their_options_on(
+    commanded: DjangoDelays, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--settings=shop.settings", "schedule", "mail", "--delay", "60"]
+    assert manage(*options, "--pythonpath", "src", "--json", "--", "-1") == 0
+    assert json.loads(capsys.readouterr().out)["body"] == -1
+    assert manage("list", "--set") == 2  # no abbreviation of --settings
+    assert "No such option" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.Command().print_help("manage.py", "delays")
+    shown, listed = capsys.readouterr().out, re.compile(r"^  ([a-z][a-z-]*)  ", re.MULTILINE)
+    assert "Usage: manage.py delays" in shown
+    assert listed.findall(shown) == listed.findall(CliRunner().invoke(main, ["--help"]).output)
+    assert "list" in listed.findall(shown)
+    assert manage("list", "--help") == 0
+    assert "Usage: manage.py delays list " in capsys.readouterr().out
+
+
+def test_call_command_returns_the_output_and_raises_the_error(commanded: DjangoDelays) -> None:
+    def call(*arguments: str) -> Any:
+        output = io.StringIO()
+        call_command("delays", *arguments, stdout=output)
+        return json.loads(output.getvalue())
+
+    bodies: list[Any] = []
+    commanded.processor("mail")(bodies.append)
+    task = call("schedule", "mail", "{}", "--delay", "0", "--json")
+    assert [each["id"] for each in call("list", "--json")["tasks"]] == [task["id"]]
+    assert call("run", "--json")["succeeded"] == len(bodies) == 1
+    assert commanded.get(task["id"]).status is Status.DONE
+    with pytest.raises(CommandError, match="7") as caught:
+        call_command("delays", "show", "7")
+    assert caught.value.returncode == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -170,13 +169,3 @@ def test_the_tests_of_the_frameworks_own_backends_pass(tmp_path: Path, task_suit
     suite = Path(django_task_suite.__file__)
     command = [sys.executable, "-W", "ignore", suite, task_suite, package]
     assert "not applicable" in output_of(command, tmp_path)
-
-
-@pytest.mark.slow
-def test_tests_that_cannot_be_downloaded_are_listed_as_not_run_in_ci() -> None:
-    test = f"{__file__}::{test_the_tests_of_the_frameworks_own_backends_pass.__name__}"
-    command = [sys.executable, *"-m pytest -q -W default -p no:cacheprovider".split(), test]
-    environ = {**os.environ, "CI": "true", "DELAYTASKS_TEST_TASK_SUITE": "not_downloaded"}
-    output = output_of(command, env=environ)
-    assert "not run on this machine" in output
-    assert "the tests of django-tasks: 1 tests; they could not be downloaded" in output
