@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import make_url
 
 from tests.doc_pages import section
 from tests.integration.shops import fresh_database
 from tests.running import ROOT, output_of
-from tests.world.recording import DRIVERS
 
 PAGE = ROOT / "docs" / "testing.md"
 
@@ -81,15 +79,6 @@ def test_pytest_django(url: str, tmp_path: Path) -> None:
     write_files("Django", project)
     (project / "tests" / "test_more.py").write_text(MORE)
     assert "5 passed" in run_pytest(project, url, "--ds=shop.settings", "tests")
-
-
-def test_fastapi_and_asyncio(url: str, tmp_path: Path) -> None:
-    write_files("A first task with FastAPI", tmp_path, ROOT / "docs" / "frameworks.md")
-    write_files("FastAPI and asyncio", tmp_path)
-    place = make_url(url)
-    driver = DRIVERS[place.get_driver_name()]
-    asynchronous = place.set(drivername=f"{place.get_backend_name()}+{driver}")
-    assert "1 passed" in run_pytest(tmp_path, asynchronous.render_as_string(hide_password=False))
 
 
 @pytest.mark.slow

@@ -8,8 +8,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 from tests.running import ROOT
 
 CONFTEST = """
@@ -48,13 +46,16 @@ def run_pytest(folder: Path, tests: str, *options: str, conftest: str = CONFTEST
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
-def test_the_fixture_finds_the_current_instance_unless_it_is_overridden(tmp_path: Path) -> None:
+def test_the_fixtures_find_the_instance_and_failures_show_their_line(tmp_path: Path) -> None:
     output = run_pytest(
         tmp_path,
         """
         import pytest
         from conftest import app, closed
+
+        @app.processor("order.fail")
+        def fail(body):
+            raise ValueError("no money")
 
         def test_it(delays, delays_tester):
             assert delays is app
@@ -76,22 +77,8 @@ def test_the_fixture_finds_the_current_instance_unless_it_is_overridden(tmp_path
             def test_it(self, delays_tester):
                 assert delays_tester.scheduled() == []
                 assert sorted(closed[1:]) == ["bound", "found"]
-        """,
-    )
-    assert "2 passed" in output, output
 
-
-def test_a_failed_assertion_and_the_error_of_a_processor_show_their_line(tmp_path: Path) -> None:
-    output = run_pytest(
-        tmp_path,
-        """
-        from conftest import app
-
-        @app.processor("order.fail")
-        def fail(body):
-            raise ValueError("no money")
-
-        def test_it(delays_tester):
+        def test_difference(delays_tester):
             app.schedule_delay("order.close", {"order": 7}, "30m", key="7")
             delays_tester.assert_scheduled("order.close", key="7", body={"order": 8})
 
@@ -100,6 +87,7 @@ def test_a_failed_assertion_and_the_error_of_a_processor_show_their_line(tmp_pat
             delays_tester.run_due()
         """,
     )
+    assert "2 failed, 2 passed" in output, output
     asserted, failed = output.partition("short test summary")[0].split("_ test_error _")
     assert ">       delays_tester.assert_scheduled(" in asserted, output
     assert "E           body: expected {'order': 8}, got {'order': 7}" in asserted
