@@ -18,7 +18,7 @@ from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from tests.doc_pages import block_beginning
 from tests.integration.conftest import Deploy
-from tests.running import ROOT, Deployment, delete_keys
+from tests.running import Deployment, delete_keys
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -159,22 +159,16 @@ def test_tasks_metrics_and_the_worker_are_shown_without_messages_and_ids(site: F
     for line in block_beginning("docs/monitor.md", "flower_events_total").text.splitlines():
         series = line.replace("order.close", "test.note").replace("celery@shop-1", site.worker_name)
         assert f"\n{series.rpartition(' ')[0]} " in metrics, line
-    count = f'task="test.note",type="task-succeeded",worker="{site.worker_name}"}} [1-9]'
-    assert re.search(re.escape("flower_events_total{") + count, metrics), metrics
     assert str(task.id) not in metrics
     worker = site.online()[site.worker_name]
     assert worker["status"] is True
-    assert worker["task-received"] >= worker["task-succeeded"] + worker["task-failed"] - 1
     assert min(worker["task-succeeded"], worker["task-failed"]) >= 1
-    assert site.worker_name in site.page(f"/worker/{site.worker_name}")
 
 
 # -- docs/monitor.md -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("broker", "pool"), [("redis", "prefork"), ("rabbitmq", "threads"), ("redis", "solo")]
-)
+@pytest.mark.parametrize(("broker", "pool"), [("redis", "prefork"), ("rabbitmq", "threads")])
 def test_celery_control_switches_the_events_of_rows(deploy: Deploy, broker: str, pool: str) -> None:
     site = deploy("postgresql", broker, kind=FlowerSite)
     site.worker(pool=pool)
@@ -200,30 +194,3 @@ def test_celery_control_switches_the_events_of_rows(deploy: Deploy, broker: str,
     # Events arrive in order, so all events of earlier tasks have arrived when this one has.
     site.shown("SUCCESS", run_one())
     assert [bool(site.info(task)) for task in (unseen, seen, also_unseen)] == [False, True, False]
-
-
-def test_flower_is_protected_as_documented(deploy: Deploy, tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "monitor.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    [config] = [block for block in blocks if "format_task" in block]
-    (tmp_path / "flowerconfig.py").write_text(config)
-    site = deploy(kind=FlowerSite)
-    site.url = site.flower("--basic-auth=ann:secret", "--read_only")
-    site.worker("-E")
-    task = site.schedule("test.quiet", 0, body={"word": "canary"})
-    shown = f"/task/{task.id}-1"
-
-    def get(path: str) -> requests.Response:
-        return requests.get(site.url + path, auth=("ann", "secret"), timeout=10)
-
-    page = wait_until(lambda: get(shown) if get(shown).ok else None, 20, "Flower to show the task")
-    assert page is not None
-    assert "canary" not in page.text
-    assert "(hidden)" in page.text
-    assert "canary" in get("/api/tasks").text
-    stop = f"{site.url}/api/worker/shutdown/{site.worker_name}"
-    assert requests.post(stop, auth=("ann", "secret"), timeout=10).status_code == 403
-    for path in (shown, "/tasks", "/", "/api/tasks", "/workers?json=1"):
-        assert requests.get(site.url + path, timeout=10).status_code == 401, path
-    for path in ("/metrics", "/healthcheck"):
-        assert requests.get(site.url + path, timeout=10).ok, path

@@ -51,10 +51,7 @@ def site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Report
     made.close()
 
 
-pools = pytest.mark.parametrize("pool", ["prefork", "threads"])
-
-
-@pools
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_each_failure_is_one_event_and_retries_are_none(site: ReportingSite, pool: str) -> None:
     worker = site.worker(pool=pool)
     task = site.schedule("sentry.fails", body={"word": "pear"}, key="order-7")
@@ -113,8 +110,7 @@ def test_a_task_that_failed_because_its_process_died_is_one_event(site: Reportin
     assert event["fingerprint"] == ["delaytasks", "task.worker_lost", "sentry.kills"]
 
 
-@pools
-def test_the_run_continues_the_trace_of_the_scheduling_call(site: ReportingSite, pool: str) -> None:
+def test_the_run_continues_the_trace_of_the_scheduling_call(site: ReportingSite) -> None:
     import sentry_sdk
     from sentry_sdk.transport import Transport
 
@@ -123,7 +119,7 @@ def test_the_run_continues_the_trace_of_the_scheduling_call(site: ReportingSite,
     class Nowhere(Transport):
         def capture_envelope(self, envelope: Any) -> None: ...
 
-    site.worker(pool=pool)
+    site.worker()
     ours: dict[str, Any] = {"integrations": [DelayTasksIntegration()], "transport": Nowhere}
     ours |= {"traces_sample_rate": 1.0, "default_integrations": False}
     sentry_sdk.init("http://key@127.0.0.1/1", **ours)
@@ -146,9 +142,8 @@ def test_the_run_continues_the_trace_of_the_scheduling_call(site: ReportingSite,
     assert site.schedule("sentry.quiet").meta == {}
 
 
-@pools
-def test_without_the_integration_failures_have_exceptions(site: ReportingSite, pool: str) -> None:
-    worker = site.worker(pool=pool, DELAYTASKS_TEST_SENTRY="default")
+def test_without_the_integration_failures_have_exceptions(site: ReportingSite) -> None:
+    worker = site.worker(DELAYTASKS_TEST_SENTRY="default")
     [task] = site.run("sentry.fails")
     [event] = site.errors(1)
     [error] = event["exception"]["values"]
