@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from delaytasks.db.store import Store
     from delaytasks.runtime import Runtime
 
-R = TypeVar("R")
 DEFAULT_APP = "delaytasks.celery"
 EXIT_CODES = (
     "Exit codes: 0 it worked; 1 it did not (no such task, too late, database unavailable); "
@@ -217,9 +216,8 @@ class Cli:
         return re.sub(rf"(?<!-m )\b{ours}", lambda _: f"{self.command} ", message)
 
 
-def pass_cli(command: Callable[..., R]) -> Callable[..., R]:
-    """Pass the `Cli` to a command as its first argument."""
-    return click.make_pass_decorator(Cli)(command)
+#: Passes the `Cli` to a command as its first argument.
+pass_cli: Callable[[Callable[..., Any]], Callable[..., Any]] = click.make_pass_decorator(Cli)
 
 
 # -- Commands, with the option --json and exit codes ----------------------------------------------

@@ -162,25 +162,24 @@ def read_body(typed: str | None) -> Any:
 _EMPTY = {"limit": "Nothing is paused, nothing is limited.", "log": "No operations yet."}
 
 
+_POLICY = (
+    "kind,name,paused=is_paused,until=paused_until,held,running,at once=concurrency,"
+    "each key=concurrency_per_key,rate=rate_text,since=update_time,actor=updated_by"
+)
+_ENTRY = "id,started=started_at,actor,action,filter,state,seen=seen_at,matched,changed,refused"
+
+
 def _parts(result: Any, done: str, now: datetime) -> list[Part]:
     match result:
         case [Policy(), *_]:
-            columns = (
-                "kind,name,paused=is_paused,until=paused_until,held,running,at once=concurrency,"
-                "each key=concurrency_per_key,rate=rate_text,since=update_time,actor=updated_by"
-            )
-            return [Table.of(columns, result, folded="name,actor", extra="since")]
+            return [Table.of(_POLICY, result, folded="name,actor", extra="since")]
         case [LogEntry(), *_]:
-            columns = (
-                "id,started=started_at,actor,action,filter,state,seen=seen_at,matched,changed,"
-                "refused"
-            )
             made: Made = {
                 "id": lambda entry: str(entry.id),
                 "filter": _filter_of,
                 "state": lambda entry: coloured(entry.state),
             }
-            return [Table.of(columns, result, made, folded="actor,filter", extra="seen")]
+            return [Table.of(_ENTRY, result, made, folded="actor,filter", extra="seen")]
         case Policy():
             is_known = result.is_paused or result.has_limits
             table = _parts([result], done, now) if is_known else []
