@@ -57,6 +57,12 @@ def schema_differences(database: Database, prefix: str, schema: str | None) -> l
         return found
 
 
+def shape_of(database: Database, name: str) -> str:
+    with database.begin() as connection:
+        inspector = inspect(connection)
+        return repr((inspector.get_columns(name), inspector.get_indexes(name)))
+
+
 @contextmanager
 def store_of(database: Database) -> Iterator[Store]:
     url = database.url.render_as_string(hide_password=False)
@@ -140,10 +146,10 @@ def test_downgrade_never_drops_a_row(database: Database) -> None:
 def test_a_task_table_of_another_shape_is_left_unchanged(database: Database) -> None:
     with database.begin() as connection:
         connection.exec_driver_sql(f"CREATE TABLE {TASKS} (id bigint PRIMARY KEY, tag varchar(9))")
-    before = repr(schema_differences(database, PREFIX, None))
+    before = shape_of(database, TASKS)
     with pytest.raises(ConfigError, match=r"without the columns message_body, status, .*already"):
         migrations.upgrade(database, PREFIX)
-    assert repr(schema_differences(database, PREFIX, None)) == before
+    assert shape_of(database, TASKS) == before
     assert migrations.current(database, PREFIX) is None
 
 
