@@ -475,7 +475,9 @@ class TaskRun:
 
         The error is the given one, or it says why `value` is no valid outcome.
         """
-        if not self.is_written and (error is not None or isinstance(value, _UNFINISHED)):
+        # An error may have rolled back what `complete()` wrote. If not, the fence refuses a move.
+        is_done = self.is_written if error is None else self.is_certain or self.is_left_open
+        if not is_done and (error is not None or isinstance(value, _UNFINISHED)):
             is_own = isinstance(error, TaskCancelledError) and error.id == self.task.id
             if is_own or self.is_asked_to_stop:
                 return self._cancelled(error), None

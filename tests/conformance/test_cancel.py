@@ -132,6 +132,15 @@ def test_a_run_that_stops_is_cancelled_and_not_retried(world: World, end: Any) -
     assert world.owner("k", "long") is None, "the key is free"
 
 
+def test_a_run_that_stops_in_the_transaction_of_complete_is_cancelled(world: World) -> None:
+    def end(task: DelayedTask) -> None:
+        with world.begin() as connection:
+            task.complete(connection)
+            task.check_lease()
+
+    assert run(world, end, retries="10s").status is Status.CANCELLED
+
+
 def test_a_run_that_succeeds_nevertheless_is_done(world: World) -> None:
     def end(task: DelayedTask) -> int:
         with pytest.raises(e.TaskCancelledError, match="was cancelled: stop"):
