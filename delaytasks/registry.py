@@ -219,10 +219,10 @@ class Registry:
                     f"{_name(function)} another"
                 )
             _refuse_generator_function(function)
-            if inspect.iscoroutinefunction(function):
-                given.setdefault("in_flight", ASYNC_SLOTS)
-            spec = ProcessorSpec(tag, function, _wants_task(function), **given)
+            slots = {"in_flight": ASYNC_SLOTS} if inspect.iscoroutinefunction(function) else {}
+            spec = ProcessorSpec(tag, function, _wants_task(function), **{**slots, **given})
             self._processors[tag] = spec
+            self.time_limits.pop(tag, None)
             if spec.time_limit_s is not None:
                 self.time_limits[tag] = spec.time_limit_s
             return function
