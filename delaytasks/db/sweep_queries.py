@@ -539,8 +539,8 @@ class SweepQueries:
     def forget_armed(self) -> None:
         """Let the next sweeps arm again, since a worker or a broker may have lost what was
         armed."""
-        s = self._s
-        forget = update(s).where(s.c.armed_until > db_now()).values(armed_until=db_now())
+        # Also what is in the past changes, so that a sweep that runs now records nothing.
+        forget = update(self._s).values(armed_until=db_now())
         self._db.autocommitted(lambda c: c.execute(forget))
 
     def stale_sweep_partitions(self, sweep_partitions: int, age_s: float) -> list[int]:

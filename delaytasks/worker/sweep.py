@@ -7,7 +7,8 @@ that concerns the whole table.
 
 *The look for overdue rows* (`SweepLoop.drain_own_queues`) needs no sweep. Each worker looks for
 those of its own queues once in a `delaytasks_sweep`, and drains them. A row whose message was lost
-is thus found at most about 6 s after its due time: 1 s of grace, and 5 s until the next look.
+is thus found at most about 6 s after its due time: 1 s of grace, and 5 s until the next look. The
+look waits for a sweep of its own worker, so this is later if that sweep takes seconds.
 """
 
 from __future__ import annotations

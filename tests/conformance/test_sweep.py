@@ -161,6 +161,10 @@ def test_a_sweep_arms_again_what_may_be_lost_even_if_that_is_known_during_it(wor
         assert world.sweep_later() == [second.id]
     assert world.sweep_later() == [first.id, second.id], "the sweep did not undo it"
     assert world.sweep_later() == []
+    world.set_columns("sweeps", armed_until=world.now() - timedelta(seconds=30))
+    with mock.patch.object(world.broker, "arm", arm_and_forget):
+        assert world.sweep_later() == [first.id, second.id]
+    assert world.sweep_later() == [first.id, second.id], "nor did the first sweep after a pause"
 
 
 # -- purges ---------------------------------------------------------------------------------------
