@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -81,6 +82,7 @@ def import_errors(what: str, modules: Iterable[str], remedy: str = "") -> Iterat
 # -- One call of the command line -----------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Cli:
     """One call of the command line, on one Celery app.
 
@@ -96,21 +98,14 @@ class Cli:
         How the app was chosen: "default", "command line", "environment" or another word.
     """
 
-    def __init__(
-        self,
-        ctx: click.Context,
-        find: Callable[[], Any],
-        command: str,
-        app_name: str,
-        app_origin: str,
-    ) -> None:
-        self._ctx = ctx
-        self._find = find
-        self.command = command
-        self.app_name = app_name
-        self.app_origin = app_origin
-        self.is_json = is_json(ctx)
-        self.stdout = sys.stdout
+    ctx: click.Context
+    find: Callable[[], Any]
+    command: str
+    app_name: str
+    app_origin: str
+
+    def __post_init__(self) -> None:
+        self.is_json, self.stdout, ctx = is_json(self.ctx), sys.stdout, self.ctx
         if self.is_json:
             # stdout is for JSON documents, and not for what the user's code prints.
             ctx.with_resource(redirect_stdout(sys.stderr))
@@ -121,7 +116,7 @@ class Cli:
 
     @functools.cached_property
     def app(self) -> Any:
-        return self._find()
+        return self.find()
 
     @functools.cached_property
     def delays(self) -> DelayTasks:
@@ -134,7 +129,7 @@ class Cli:
                 f"the Celery app {self.app.main or '(unnamed)'!r} has no delayed tasks; "
                 "make one with DelayTasks(app) where the app is made"
             )
-        self._ctx.call_on_close(found.close)
+        self.ctx.call_on_close(found.close)
         return found  # type: ignore[no-any-return]
 
     @property
@@ -210,8 +205,8 @@ class Cli:
         if self.app_origin != "default":
             message = message.replace("celery -A … ", f"celery -A {self.app_name} ")
         message = message.replace("by tag= and key=", "by --tag and --key")
-        group = self._ctx.command
-        names = group.list_commands(self._ctx) if isinstance(group, click.Group) else []
+        group = self.ctx.command
+        names = group.list_commands(self.ctx) if isinstance(group, click.Group) else []
         ours = rf"(?:delaytasks (?:-A APP )?|flask --app APP delays )(?=(?:{'|'.join(names)})\b)"
         return re.sub(rf"(?<!-m )\b{ours}", lambda _: f"{self.command} ", message)
 

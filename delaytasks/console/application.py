@@ -101,7 +101,7 @@ def _of_every_page() -> dict[str, Any]:
         "viewer": viewer(),
         "is_operator": viewer() is not None and viewer().role >= Role.OPERATE,
         "offers": forms.OFFERS,
-        "may": forms.can_perform,
+        "may": lambda name: viewer().role >= forms.OFFERS[name].role,
         "fields_of": lambda name: OPERATIONS[name].fields,
         "filters": FILTERS,
         "known": pages.known_names,
@@ -164,7 +164,7 @@ def log_in() -> tuple[str, int] | Response:
     kept = {each: session[each] for each in ("zone", "theme") if each in session}
     session.clear()  # also the CSRF token: an attacker may have set the old one
     session.permanent = True
-    session.update(kept, logged_in_at=requests.now_s(), **found)
+    session.update(kept, logged_in_at=requests.now().timestamp(), **found)
     logger.info("console: login of %s from %s", one_line(name, 60), address)
     return back()
 
@@ -186,7 +186,7 @@ def log_out() -> Response:
     if not isinstance(users, UserFile):
         return redirect(url_for("overview"), 303)
     try:
-        users.log_out(str(name), requests.now_s())
+        users.log_out(str(name), requests.now().timestamp())
     except OSError:  # such as a folder that is mounted read-only: a copied cookie goes on working
         logger.exception("console: the log out of %s could not be stored", one_line(str(name), 60))
     return redirect(url_for("login"), 303)

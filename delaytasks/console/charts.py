@@ -100,18 +100,15 @@ def sparkline(values: Sequence[float], label: str) -> Markup:
 
 
 def _counts(most: float) -> Scale:
-    step = _round_up(max(most, 1) / LINES)
+    least = max(most, 1) / LINES
+    power = 10.0 ** math.floor(math.log10(max(least, 1)))
+    # The next number of the form 1, 2 or 5 times a power of ten, at least 1.
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
     top = step * math.ceil(max(most, 1) / step)
     values = [n * step for n in range(round(top / step) + 1)]
     # The margin has space for seven characters.
     marks = [(v, f"{v / 1000:,.0f}k" if v >= 100_000 else f"{v:,.0f}") for v in values]
     return Scale(lambda value: value / top, marks)
-
-
-def _round_up(step: float) -> float:
-    """Return the next number of the form 1, 2 or 5 times a power of ten, at least 1."""
-    power = 10.0 ** math.floor(math.log10(step)) if step > 1 else 1.0
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step)
 
 
 def _durations(values: Sequence[float]) -> Scale:

@@ -71,11 +71,6 @@ OFFERS = {
 }
 
 
-def can_perform(name: str) -> bool:
-    """Return whether the role of the viewer allows an operation."""
-    return viewer().role >= OFFERS[name].role
-
-
 # -- values ---------------------------------------------------------------------------------------
 
 

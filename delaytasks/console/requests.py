@@ -229,15 +229,10 @@ def _find_viewer() -> Viewer | None:
     viewers = state().viewers
     if isinstance(viewers, UserFile):
         at = session.get("logged_in_at")
-        is_over = not isinstance(at, float) or now_s() - at > SESSION_S
+        is_over = not isinstance(at, float) or now().timestamp() - at > SESSION_S
         return None if is_over else viewers.viewer(session)
     with request.environ.get(HOST_REQUEST, lambda: nullcontext(request.environ))() as host:
         return viewers(host) or None  # a rule may return False
-
-
-def now_s() -> float:
-    """Return seconds since 1970, by the clock that all processes share."""
-    return now().timestamp()
 
 
 def _check_form() -> None:

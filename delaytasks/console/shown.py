@@ -103,12 +103,8 @@ def spark(values: Sequence[int]) -> Markup:
     return sparkline(values, label)
 
 
-def percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.2f}%"
-
-
 def install_filters(app: Flask) -> None:
-    shown = (instant, distance, day_and_time, local_times, spark, percent)
+    shown = (instant, distance, day_and_time, local_times, spark)
     app.jinja_env.filters.update({filter.__name__: filter for filter in shown})
     app.jinja_env.globals["zip"] = zip
     app.jinja_env.filters.update(
@@ -119,5 +115,6 @@ def install_filters(app: Flask) -> None:
         offset=show_offset,
         measured=show_measured,
         number=lambda value: f"{value:,}",
+        percent=lambda share: "–" if share is None else f"{100 * share:.2f}%",
         status_word=STATUS_WORDS.__getitem__,
     )

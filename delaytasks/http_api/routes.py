@@ -431,17 +431,15 @@ def make_api(
     for route in ROUTES:
         rule, perform = route.path.replace("{id}", "<id>"), partial(_perform, delays, keys, route)
         app.add_url_rule(rule, route.name, perform, methods=[route.method])
-    app.add_url_rule(DOCUMENT_PATH, view_func=_document)
+    app.add_url_rule(
+        DOCUMENT_PATH, "document", lambda: _json(openapi_document(request.script_root or "/"))
+    )
     Probes(delays).add_to(app)
     app.after_request(_with_headers)
     app.register_error_handler(DelayTaskError, failed)
     app.register_error_handler(exceptions.HTTPException, of_http)
     app.register_error_handler(Exception, broken)
     return app
-
-
-def _document() -> Response:
-    return _json(openapi_document(request.script_root or "/"))
 
 
 def _json(document: Any) -> Response:

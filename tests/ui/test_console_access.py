@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -317,12 +318,12 @@ def test_a_session_ends_with_the_user_role_and_password(site: Site, users: UserF
 def test_a_used_session_ends(site: Site, users: UserFile, monkeypatch: pytest.MonkeyPatch) -> None:
     client = make_console(site.delays, users).test_client()
     log_in(client)
-    start = now = runtime_of(site.delays).clock.now().timestamp()
-    monkeypatch.setattr(requests, "now_s", lambda: now)
-    while now - start < SESSION_S - 3600:
-        now += 3600
+    start, passed = runtime_of(site.delays).clock.now(), timedelta()
+    monkeypatch.setattr(requests, "now", lambda: start + passed)
+    while passed < timedelta(seconds=SESSION_S - 3600):
+        passed += timedelta(hours=1)
         assert client.get("/tasks").status_code == 200
-    now += 3700
+    passed += timedelta(seconds=3700)
     assert client.get("/tasks").status_code == 303
 
 
