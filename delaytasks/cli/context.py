@@ -1,4 +1,4 @@
-"""What the commands share: the app, errors, hints that can be copied, answers and progress."""
+"""The parts that commands share: the app, errors, hints that can be copied, answers and signals."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Cli:
     def __post_init__(self) -> None:
         self.is_json, self.stdout, ctx = is_json(self.ctx), sys.stdout, self.ctx
         if self.is_json:
-            # stdout is for JSON documents, and not for what the user's code prints.
+            # stdout is for JSON documents, so the user's code must not print there.
             ctx.with_resource(redirect_stdout(sys.stderr))
             # stderr is for one JSON document, so the log must not be printed there.
             logger, silent = logging.getLogger("delaytasks"), logging.NullHandler()
@@ -163,7 +163,7 @@ class Cli:
             raise click.UsageError(reason)
 
     def confirm(self, is_confirmed: bool, question: str, reason: str) -> None:
-        """Ask the user, or raise a usage error with the reason why nobody can be asked."""
+        """Ask the user, or raise a usage error if there is no terminal."""
         self.require_terminal(is_confirmed, reason)
         if not is_confirmed:
             click.confirm(question, abort=True, err=True)
@@ -268,7 +268,7 @@ def check_belongs(
     options_of
         The names of the options, separated by spaces, that belong to each key of `asked`.
     asked, given
-        What the user asked for, and the values of the options by name.
+        The options that the user gave, and the values of the others by name.
     """
     for owner, names in options_of.items():
         for name in names.split():

@@ -1,4 +1,4 @@
-"""Makes whole commands from the table of operations: their options, and what they print."""
+"""Makes whole commands from the table of operations: their options and their output."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def flag_of(name: str) -> str:
 
 
 def option_of(parameter: Parameter) -> click.Parameter:
-    """Return the option of a parameter. Those that are required, and the body, are arguments."""
+    """Return the option of a parameter, or an argument for a required one and for the body."""
     kind, name = parameter.kind, parameter.name
     if parameter.is_required or parameter is BODY:
         return click.Argument([name], required=parameter.is_required)
@@ -158,7 +158,7 @@ def read_body(typed: str | None) -> Any:
 # -- what they print ------------------------------------------------------------------------------
 
 
-#: What is said of an operation that lists nothing.
+#: The note after an operation that lists nothing.
 _EMPTY = {"limit": "Nothing is paused, nothing is limited.", "log": "No operations yet."}
 
 

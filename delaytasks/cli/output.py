@@ -261,7 +261,7 @@ def is_json(ctx: click.Context) -> bool:
 
 
 def kind_of(error: Exception) -> dict[str, str]:
-    """Return what JSON says of an error besides its message."""
+    """Return the fields of an error in JSON without its message."""
     kind = {"type": type(error).__name__}
     return kind | {"argument": error.argument} if isinstance(error, InvalidInputError) else kind
 

@@ -232,7 +232,7 @@ def _broker_origin(cli: Cli) -> str:
 EVERY_S = 2.0
 #: Queues, and tags, in a table of text. The document has all of them.
 GROUPS_SHOWN = 20
-#: Hours in the table of `--ahead`: those that keep the processes busiest. The document has all.
+#: The busiest hours, which the table of `--ahead` shows. The document has all hours.
 HOURS_SHOWN = 12
 _LEVELS = {"good": GOOD, "note": "", "warning": NOTED, "bad": BAD}
 _EXIT_CODES = "Exit codes: 0 answered, or healthy; 1 no answer, or not healthy; 2 wrong usage."
@@ -428,7 +428,7 @@ def _text(cli: Cli, found: dict[str, Any]) -> str:
 
 
 def _groups(kind: str, groups: list[dict[str, Any]]) -> list[Part]:
-    """Return a table of what the queues or the tags do now."""
+    """Return a table of the present tasks of the queues or the tags."""
     columns = (
         f"{kind}=name,paused=is_paused,running,overdue,by=oldest_overdue_s,soon,held,ended,failed,"
         "p50=lateness_p50_s,p99=lateness_p99_s,workers"

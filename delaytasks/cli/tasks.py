@@ -198,7 +198,7 @@ def _change(task: DelayedTask) -> dict[str, Any]:
 
 
 def _change_line(task: DelayedTask, now: datetime) -> str:
-    """Return the time and the status, the names of the task, and what these do not say."""
+    """Return the time, the status and the names of the task, and further facts about the change."""
     status, colour = coloured(task.status.name)
     waits, is_running = status in ("NOT_COMPLETE", "HELD"), status == "RUNNING"
     late_s, began, ended = _late_s(task), task.execution_time, task.update_time

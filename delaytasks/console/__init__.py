@@ -2,11 +2,11 @@
 
     application     makes the WSGI application from a `DelayTasks` and the rule for its viewers
     viewers         the roles, who the viewer of a request is, and the file of users
-    requests        what requests share, and what happens before and after each: role, CSRF token
+    requests        the addresses, the shared state, and the checks of each request
     charts          charts as SVG
     shown           times, numbers and tasks as the pages show them
     forms           the forms of operations, and the function that performs them
-    pages_*         one module for each group of pages
+    pages           functions that read what the pages show
 
 No other package imports this one, except the commands `serve` and `access`, and the integrations.
 """

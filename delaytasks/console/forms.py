@@ -48,7 +48,7 @@ class Offer(NamedTuple):
     #: The text of its button, and the class of its style.
     word: str
     style: str = ""
-    #: The question before it. The name of what it changes replaces the braces.
+    #: The question before it. The name of the changed object replaces the braces.
     question: str = ""
 
 
@@ -315,7 +315,7 @@ def _start_thread(places: threading.Semaphore, work: Callable[[], None]) -> None
 
 
 def _record_failure(record: Callable[..., None], begun: Future[int]) -> None:
-    """Write a log entry if an operation failed before it had one: nobody waits for its error."""
+    """Write a log entry if an operation failed before it had one: no viewer waits for its error."""
     error = begun.exception()
     if error is not None:
         record(is_refused=True, error=one_line(str(error)))

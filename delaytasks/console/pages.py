@@ -97,7 +97,7 @@ def _ahead(found: DeploymentState) -> list[Problem]:
     return [Problem("warning", text, "forecast")]
 
 
-#: The bars of the histogram of due times, the time of each, and what is read at most.
+#: The bars of the histogram of due times, the time of each, and the limits of the read.
 BARS, BAR, MOST_DUE, MOST_QUEUES = 30, timedelta(minutes=1), 5_000, 100
 
 
@@ -345,7 +345,7 @@ def _quantiles(
 # -- the list of tags, and one tag ----------------------------------------------------------------
 
 
-#: Seconds for which all viewers see the same list, besides those of the runs that it is made of.
+#: Seconds for which all viewers see the same list. The runs in it are kept for a time of their own.
 LIST_KEPT_S = 10.0
 #: The most bars of a sparkline, each with one or more steps, and the most rows of the page.
 MOST_BARS, SHOWN_TAGS = 32, 100

@@ -1,4 +1,4 @@
-"""What the requests of one console share, and what happens before and after each of them.
+"""The state that all requests of a console share, and the checks of each request.
 
 `ConsoleState` has the cached snapshot that all viewers share. Each request is checked: the viewer,
 the role of its route, the CSRF token. Each action is recorded in the audit table with the name of
@@ -91,16 +91,16 @@ def route(
 
 
 class ConsoleState:
-    """What the requests of one console share."""
+    """The state that all requests of one console share."""
 
     def __init__(self, delays: DelayTasks, viewers: Viewers) -> None:
         self.delays = delays
         self.viewers = viewers
         self.cache = SharedCache()
-        #: What ran, which no action changes: a chart of a year is read rarely.
+        #: The runs, which no action changes.
         self.history = SharedCache()
         self.forecast = LatestForecast(delays.forecast)
-        #: The bulk operations of this process, and what stops each of them, by its log entry.
+        #: The bulk operations of this process, and the event that stops each, by its log entry.
         self.threads = threading.BoundedSemaphore(MOST_ACTIVE)
         self.stops = WeakValueDictionary[int, threading.Event]()
         self.logins = LoginLimit()
@@ -147,7 +147,7 @@ def viewer() -> Viewer:
 # -- before and after each request ----------------------------------------------------------------
 
 
-#: Seconds after which a viewer logs in again, however often the session was used.
+#: Seconds after which a viewer logs in again, even if the session was used.
 SESSION_S = 12 * 3600
 HEADERS = {
     # No inline script or style, and no other host.

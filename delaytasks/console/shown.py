@@ -84,7 +84,7 @@ def day_and_time(value: datetime) -> str:
 def local_times(value: object) -> str:
     """Return a text whose instants in UTC are written in the viewer's time zone, with its name.
 
-    Of a list, it has the first values.
+    A list is shortened to its first values.
     """
     text = some_values(value) if isinstance(value, (list, tuple)) else str(value)
 

@@ -65,7 +65,7 @@ REPEAT_AFTER_S = 5
 
 # -- the routes, from the table of operations -----------------------------------------------------
 
-#: What no caller chooses: an id may be that of a hidden task, and a key's name is the actor.
+#: No caller chooses these: an id may be that of a hidden task, and a key's name is the actor.
 _NOT_OF_CALLERS = ("id", "actor")
 _OF_KEY = (replace(TAG, is_required=True), replace(KEY, is_required=True))
 IDEMPOTENCY = Parameter(
@@ -214,7 +214,7 @@ def _check_new(
             "returns the task of an earlier request",
             "key",
         )
-    # No worker serves a queue that somebody has invented, and each queue costs a query.
+    # No worker serves a queue that a caller has invented, and each queue costs a query.
     known = {delays.settings.default_queue, *delays.settings.queues.values()}
     if queue is not None and queue not in known and not caller.may_name(queue):
         raise exceptions.Forbidden(
