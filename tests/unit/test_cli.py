@@ -198,6 +198,18 @@ def test_a_piped_table_has_one_plain_line_for_each_row_and_leaves_out_nothing() 
     assert " default         3  " in lines[1], "numbers are aligned on the right"
 
 
+def test_a_table_of_objects_has_their_fields_as_people_read_them() -> None:
+    queue = SimpleNamespace(name="mail", is_paused=True, late_s=90.2, ids=(1, 2), rows=1234)
+    made: output.Made = {"state": lambda each: (f"{each.name} waits", "red")}
+    columns = "queue=name,paused=is_paused,by=late_s,ids,rows,state"
+    document = {**vars(queue), "is_paused": False, "late_s": None}
+    shown = output.text_of([output.Table.of(columns, [queue], made)]).splitlines()
+    assert shown[0].split() == ["queue", "paused", "by", "ids", "rows", "state"]
+    assert shown[1].split() == ["mail", "yes", "1m30s", "1,", "2", "1,234", "mail", "waits"]
+    [_, row] = output.text_of([output.Table.of("name,is_paused,late_s", [document])]).splitlines()
+    assert row.split() == ["mail", "-", "-"]
+
+
 def test_a_folded_column_shows_a_long_remedy_to_its_end() -> None:
     fact = "x" * 300 + "; run: delaytasks db upgrade"
     rows = [("database", fact)]
