@@ -184,31 +184,19 @@ def check_command(words: list[str], where: str) -> None:
 
 def _check_click(command: click.Command, words: list[str], where: str) -> None:
     """Follow the words into subcommands. Each option must belong to its command."""
-    words = words.copy()
-    context = click.Context(command)
-    while words:
-        word = words.pop(0)
-        if word.startswith("-") and word != "-":
-            option = word.partition("=")[0]
-            known = {o: p for p in command.get_params(context) for o in p.opts + p.secondary_opts}
-            assert option in known, (
-                f"{where}: {command.name} has no option {option} (known: {', '.join(known)})"
-            )
-            takes_value = not getattr(known[option], "is_flag", False) and not getattr(
-                known[option], "count", False
-            )
-            is_optional = getattr(known[option], "_flag_needs_value", False)
-            if is_optional and (not words or words[0].startswith("-")):
-                takes_value = False
-            if takes_value and "=" not in word:
-                words.pop(0)
-        elif isinstance(command, click.Group):
-            inner = command.get_command(context, word)
-            if command.name == "celery" and word == "flower":
-                # The command exists only where Flower is installed.
-                return
-            assert inner is not None, f"{where}: {command.name} has no command {word}"
-            command, context = inner, click.Context(inner)
+    while True:
+        context = click.Context(command)
+        try:
+            _, words, _ = command.make_parser(context).parse_args(words.copy())
+        except click.UsageError as error:
+            raise AssertionError(f"{where}: {command.name}: {error.format_message()}") from None
+        # The command `flower` exists only where Flower is installed.
+        if not isinstance(command, click.Group) or words[:1] in ([], ["flower"]):
+            return
+        name, *words = words
+        inner = command.get_command(context, name)
+        assert inner is not None, f"{where}: {command.name} has no command {name}"
+        command = inner
 
 
 def _check_dev(name: str, words: list[str], where: str) -> None:

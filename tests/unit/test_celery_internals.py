@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,7 @@ import pytest
 from billiard.pool import ApplyResult
 from celery import Celery
 from celery.app.control import Control
-from celery.beat import ScheduleEntry, Scheduler
 from celery.concurrency.prefork import TaskPool
-from celery.schedules import schedule
 from kombu.asynchronous import Hub
 
 from delaytasks import DelayTasks, StoreError
@@ -64,14 +61,6 @@ def test_a_worker_connects_again_while_a_process_of_its_pool_has_exited(pool: Ta
     assert list(hub.readers) == [living._sentinel_poll]
     workers._untrack_child_process(living, hub)
     hub.close()
-
-
-def test_beat_logs_the_name_of_each_task_that_it_sends(caplog: pytest.LogCaptureFixture) -> None:
-    app = bare_app()
-    entry = ScheduleEntry("entry", "a.task", schedule=schedule(timedelta(1)), app=app)
-    with caplog.at_level("INFO", "celery.beat"):
-        Scheduler(app, lazy=True).apply_entry(entry)
-    assert any("a.task" in (record.args or ()) for record in caplog.records)
 
 
 # -- A Celery app with delaytasks keeps its own classes and signatures ----------------------------

@@ -134,10 +134,6 @@ def test_failures_are_logged_one_by_one(quiet_log: Log) -> None:
     assert len(quiet_log.lines) == 50
 
 
-def test_every_throttled_event_has_a_log_level() -> None:
-    assert events_module.SUBJECTS.keys() <= events_module._LOG_LEVELS.keys()
-
-
 def test_subscribers_and_counters_get_every_event(caplog: pytest.LogCaptureFixture) -> None:
     events, told = Events(), []
     events.subscribe(lambda name, fields: told.append(fields["id"]))
