@@ -37,6 +37,17 @@ def patient(timer: ArmingThread, monkeypatch: pytest.MonkeyPatch) -> ArmingThrea
     return timer
 
 
+def test_due_tasks_are_sent_together(timer: ArmingThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer.change(monkeypatch, send_interval_s=3600.0)
+    timer.arm([entry(0, 0)])
+    wait_until(lambda: timer.broker.calls, 10, "the first call, which does not wait")
+    for id in range(1, 4):
+        timer.arm([entry(id, 0)])
+        threading.Event().wait(0.05)  # time for a thread that would send each by itself
+    assert timer.flush(5)
+    assert [len(call) for call in timer.broker.calls] == [1, 3]
+
+
 def test_a_task_that_is_due_now_is_sent_immediately(patient: ArmingThread) -> None:
     patient.arm([entry(1, 60)])
     patient.arm([entry(2, 0)])
@@ -161,6 +172,17 @@ def test_a_call_waits_for_the_messages_of_each_queue() -> None:
             timer.broker.gate.clear()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_died_is_replaced_by_the_next_call(timer: ArmingThread) -> None:
+    arm, timer.broker.arm = timer.broker.arm, die  # type: ignore[method-assign]
+    timer.arm([entry(1, 0)])
+    wait_until(lambda: timer.has_died, 5, "the thread to die")
+    timer.broker.arm = arm  # type: ignore[method-assign]
+    timer.arm([entry(2, 0)])
+    assert timer.flush(5)
+    assert timer.broker.ids == [2]
+
+
 def test_without_threads_calls_send(timer: ArmingThread, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -172,6 +194,10 @@ def test_without_threads_calls_send(timer: ArmingThread, monkeypatch: pytest.Mon
     assert timer.arm([entry(2)])
     assert timer.flush(5)
     assert timer.broker.ids == [1, 2]
+
+
+def die(*_: object) -> bool:
+    raise SystemExit
 
 
 def test_a_forked_child_sends_its_own_entries_and_none_of_its_parent(patient: ArmingThread) -> None:

@@ -160,6 +160,16 @@ def test_entries_are_delivered_when_they_are_due_and_never_early() -> None:
     assert sorted(late)[100] < 20_000, "and most are on time"
 
 
+def test_an_earlier_entry_wakes_the_thread_and_a_stop_returns_the_others() -> None:
+    with closing(Collector(Clock())) as collector:
+        collector.add("far", 3600_000_000)
+        wait_until(lambda: collector.sleeps, 5, "the thread to sleep")
+        due_us = collector.add("near", 50_000)
+        wait_until(lambda: collector.came, 10, "the near one", 0.001)
+        assert 0 <= collector.came[0][1] - due_us < 500_000
+        assert (collector.names, collector.close(), collector.close()) == (["near"], ["far"], [])
+
+
 def test_a_clock_set_back_does_not_delay_new_entries() -> None:
     clock = SetClock()
     with closing(Collector(clock)) as collector:

@@ -21,6 +21,7 @@ from kombu.connection import Connection
 
 from delaytasks import StoreError, StoreUnavailableError, loops
 from delaytasks.broker.link import bounded_connection
+from delaytasks.db.engines import ForkGate
 from delaytasks.db.sweep_queries import RegisteredWorker, ServiceTimes
 from delaytasks.events import Events
 from delaytasks.limits import tracked_waitlists
@@ -357,6 +358,21 @@ def test_callers_get_an_old_forecast_meanwhile(time: ManualTime, monkeypatch: Mo
     goes_on.set()
     wait_until(lambda: found() == 2, 20, "the new forecast")
     assert len(made) == 2
+
+
+def test_a_fork_waits_for_threads_in_the_gate_and_no_thread_enters_meanwhile() -> None:
+    gate, order = ForkGate(), list[str]()
+    gate.enter()
+    forks = threading.Thread(target=lambda: (gate._before(), order.append("forked"), gate._after()))
+    forks.start()
+    wait_until(lambda: gate._is_forking, 5, "the fork to wait")
+    enters = threading.Thread(target=lambda: (gate.enter(), order.append("entered")))
+    enters.start()
+    assert order == []
+    gate.leave()
+    forks.join(5)
+    enters.join(5)
+    assert order == ["forked", "entered"]
 
 
 # -- a broker that confirms --------------------------------------------------------------------

@@ -163,6 +163,14 @@ def test_after_the_time_budget_rows_are_given_back_and_results_settled_during_a_
     assert world.run(*rest).ran == 3, "and they run elsewhere"
 
 
+@pytest.mark.parametrize(("rows", "threads"), [(1, []), (2, ["delaytasks-time-budget"])])
+def test_only_several_rows_need_a_time_budget(world: World, rows: int, threads: list[str]) -> None:
+    tasks, before = [world.schedule() for _ in range(rows)], set(threading.enumerate())
+    world.run(*tasks)
+    assert [thread.name for thread in set(threading.enumerate()) - before] == threads
+    assert world.statuses(tasks) == ["DONE"] * rows
+
+
 def test_no_row_is_started_if_its_lease_may_be_over(make_world: MakeWorld) -> None:
     world = make_world(lease=0.2, _chunk_time_budget_s=0.05)
     tasks = [world.schedule() for _ in range(3)]
@@ -258,6 +266,15 @@ def test_a_slow_row_gives_back_slow_rows_and_no_quick_ones(make_world: MakeWorld
     rows, seconds = report.sample
     assert rows == 23, "the rows that were given back count as what they would take"
     assert seconds == pytest.approx(3 * BUDGET_S, rel=0.5)
+
+
+def test_a_slow_row_counts_as_one_time_budget(make_world: MakeWorld) -> None:
+    world = mixed(make_world, lambda body: threading.Event().wait(4 * BUDGET_S))
+    quick = [world.schedule() for _ in range(19)]
+    report = world.run(*quick, world.schedule("slow"))
+    rows, seconds = report.sample
+    assert (report.ran, rows) == (20, 20)
+    assert seconds < 3 * BUDGET_S < 4 * BUDGET_S < report.seconds
 
 
 # -- tags without a processor --------------------------------------------------------------------

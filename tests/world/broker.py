@@ -110,6 +110,10 @@ class ArmingThread(BackgroundTimer):
         for name, value in constants.items():
             monkeypatch.setattr(arming, name.upper(), value)
 
+    @property
+    def has_died(self) -> bool:
+        return not (self.sender._thread and self.sender._thread.is_alive())
+
     def locked(self) -> AbstractContextManager[Any]:
         """Hold the lock of the thread, as another thread does in the middle of a call."""
         return self.sender._changed

@@ -103,5 +103,10 @@ class Collector:
         return due_us
 
     @property
+    def sleeps(self) -> bool:
+        """Whether the thread sleeps until the next entry is due."""
+        return self.wheel._next_tick is not None
+
+    @property
     def names(self) -> list[str]:
         return [name for name, _ in self.came]
