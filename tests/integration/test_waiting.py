@@ -1,4 +1,4 @@
-"""Test concurrent rows, coroutines and batches in real workers, in each of the pools."""
+"""Test concurrent rows, coroutines, batches and limits in real workers, in each of the pools."""
 
 from __future__ import annotations
 
@@ -73,3 +73,24 @@ def test_a_process_at_its_max_tasks_waits_for_its_concurrent_tasks(deploy: Deplo
     d.wait_for(tasks)
     assert {d.delays.get(task).runs for task in tasks} == {1}
     assert len({run[2] for run in d.runs("began")}) == 3
+
+
+# -- limits of tags ------------------------------------------------------------------------------
+
+
+def most_at_once(d: Deployment) -> int:
+    running = most = 0
+    for run in d.runs():
+        running += 1 if run[1] == "began" else -1
+        most = max(most, running)
+    return most
+
+
+@pytest.mark.quick
+def test_the_next_task_starts_immediately_and_not_at_the_next_sweep(deploy: Deploy) -> None:
+    d = deploy(sweep=60, _self_sweep_s=120, horizon=120)  # longer than the test
+    d.delays.policies.set(tag="test.sleep", concurrency=1)
+    d.worker(pool="threads", concurrency=4)
+    tasks = [d.schedule("test.sleep", 1, body={"seconds": 0.01}) for _ in range(60)]
+    d.wait_for(tasks, deadline_s=40)
+    assert most_at_once(d) == 1
