@@ -7,10 +7,12 @@ import json
 import pickle
 import stat
 import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -26,6 +28,7 @@ from delaytasks.db import engines
 from delaytasks.db.database import Database
 from delaytasks.db.engines import MISSING, sqlite_path, translate
 from delaytasks.db.schema import BODY, RESULT
+from delaytasks.db.statements import _COPY_CHARACTERS, _COPY_ROWS, _copy_parts, _CopyFile
 from delaytasks.model import body as body_json
 from delaytasks.model import clock
 from delaytasks.model.body import Cipher, dump_flat, dump_json, encode_body, key_name
@@ -524,6 +527,22 @@ def test_missing_tables_are_told_from_others() -> None:
     others = [error('prepared statement "s_1" does not exist', state="26000")]
     others += [error(1305, "SAVEPOINT s does not exist"), sqlite_error("no such savepoint: s")]
     assert [MISSING.caused(each.orig) for each in missing + others] == [True] * 7 + [False] * 3
+
+
+# -- COPY receives its text in parts --------------------------------------------------------------
+
+
+def rows(count: int, body: str = "{}") -> Iterator[tuple[Any, ...]]:
+    return ((n, body, "2030-01-01", "tag") for n in range(count))
+
+
+def test_all_rows_come_in_parts_and_then_nothing() -> None:
+    text = _CopyFile(_copy_parts(rows(2 * _COPY_ROWS + 1)))
+    read: Callable[[], str] = partial(text.read, 8192)
+    assert [part.count("\n") for part in iter(read, "")] == [_COPY_ROWS, _COPY_ROWS, 1]
+    assert [part.count("\n") for part in _copy_parts(rows(2 * _COPY_ROWS))] == [_COPY_ROWS] * 2
+    large = _copy_parts(rows(10, "x" * (_COPY_CHARACTERS // 2)))
+    assert [part.count("\n") for part in large] == [2] * 5, "few rows of large bodies"
 
 
 # -- the file of an SQLite database ---------------------------------------------------------------

@@ -147,6 +147,17 @@ def test_entries_of_rows_that_a_drain_has_claimed_are_forgotten(draining: Main) 
     assert main.dispatcher.waiting == 0, "late entries are left to the table"
 
 
+def test_a_process_that_will_be_busy_for_long_adds_no_capacity(main: Main) -> None:
+    main.take(20)
+    main.clock.advance(0.5)
+    assert main.capacity() == 0, "its chunk takes longer than the time budget"
+    main.end(10, 1)
+    # A second each: the free process takes one, and the next one when that is over.
+    assert main.capacity() == 1
+    main.take(1, start=100)
+    assert main.capacity() == 0
+
+
 def test_a_worker_that_stops_sends_back_what_waits_and_what_chunks_report(main: Main) -> None:
     main.take(25)
     first, second = (WaitlistState("default", tag) for tag in ("test.first", "test.second"))

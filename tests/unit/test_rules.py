@@ -72,9 +72,9 @@ class Tracked(TrackedWaitlists):
         self.update([WaitlistState(*MAIL, free, recheck_s)])
         return self.check_in_s
 
-    def ends(self, free: int) -> float:
+    def ends(self, free: int, is_probe: bool = False) -> float:
         """A process returns from the waitlist and reports this number of free slots."""
-        self.update([WaitlistState(*MAIL, free)], MAIL)
+        self.update([WaitlistState(*MAIL, free)], MAIL, is_probe)
         return self.check_in_s
 
     @property
@@ -109,6 +109,19 @@ def test_a_full_waitlist_is_checked_again_later(found: Tracked) -> None:
     found.ends(1)
     assert found.visits() == [MAIL]
     assert found.ends(0) == 0.02
+
+
+def test_probes_without_success_become_rarer_down_to_one_a_second(found: Tracked) -> None:
+    found.sees(1)
+    assert found.visits() == [MAIL]
+    assert found.visits(3, tracked_waitlists.PROBE_S) == [MAIL, MAIL, None]
+    found.ends(0, is_probe=True)
+    waits = []
+    for _ in range(5):
+        waits.append(found.ends(0, is_probe=True))
+        assert found.visits() == [None]
+        assert found.visits(2, waits[-1]) == [MAIL, None]
+    assert waits == [0.4, 0.8, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S]
 
 
 def test_a_waitlist_whose_process_failed_is_visited_again(found: Tracked) -> None:

@@ -470,6 +470,27 @@ def test_a_chunk_that_waits_for_a_slow_row_is_given_back(
     assert world.statuses(tasks[:1]) == ["DONE"]
 
 
+def test_the_chunk_after_a_slow_row_is_claimed_shortly_before(make_world: MakeWorld) -> None:
+    world = make_world(_chunk_time_budget_s=0.2, _chunk_max=1)
+    is_claimed, seen = threading.Event(), list[bool]()
+
+    def slow(number: int) -> None:
+        if number == 0:
+            time.sleep(1)  # the process learns this
+            return
+        is_claimed.clear()
+        time.sleep(0.05)  # a claim that does not rest is done by now
+        seen.extend([is_claimed.is_set(), is_claimed.wait(5)])
+
+    world.delays.processor("slow")(slow)
+    world.run(world.schedule("slow", 0))
+    world.after_claim = is_claimed.set
+    tasks = [world.schedule("slow", 1), world.schedule()]
+    drain(world)
+    assert seen == [False, True]
+    assert world.statuses(tasks) == ["DONE", "DONE"]
+
+
 def test_other_tasks_that_wait_end_the_backlog_of_this_process(single: World) -> None:
     others = [False, False, True]
 
