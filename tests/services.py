@@ -554,12 +554,6 @@ class RabbitServer(Server):
         change = f"set_alarm({{{limit}, []}})" if is_on else f"clear_alarm({limit})"
         self.ctl("eval", f"rabbit_alarm:{change}.")
 
-    def hurry(self, consumer_timeout_s: float) -> None:
-        """Close the channel of a consumer that acknowledges later than this."""
-        times = {"consumer_timeout": int(consumer_timeout_s * 1000), "channel_tick_interval": 1000}
-        for name, ms in times.items():
-            self.ctl("eval", f"application:set_env(rabbit, {name}, {ms}).")
-
     def ctl(self, *words: str) -> str:
         ended = subprocess.run(
             [self._ctl, "--quiet", *words], env=self._environment,
