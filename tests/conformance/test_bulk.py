@@ -318,7 +318,8 @@ def test_cancelled_tasks_wait_again_with_keys_and_times(world: World, delays: De
     held, retried = tasks[0], put(world, tasks[1], runs=2)
     put(world, held, status=int(Status.HELD))
     deferred = put(world, tasks[2], due_time=tasks[2].expected_time - timedelta(hours=1))
-    result = delays.bulk.cancel(tag="mail")
+    until = tasks[-1].expected_time + timedelta(days=1)
+    result = delays.bulk.cancel(tag="mail", since=NOON - timedelta(days=9999), until=until)
     assert result.changed == 7
     assert counts(delays.bulk.rerun(entry=result.runs[0], dry_run=True)) == (7, 0, 0)
     progress: list[BulkResult] = []

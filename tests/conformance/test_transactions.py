@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, NewTask, Status
 from tests.world import MonkeyPatch, World
-from tests.world.recording import delays_on
+from tests.world.recording import delays_on, refusing
 
 
 def own_engine(url: Any, **options: Any) -> Engine:
@@ -343,6 +343,19 @@ def test_if_an_id_is_taken_a_batch_loses_and_duplicates_no_task(
     assert [task.body["n"] for task in told] == list(range(250))
     assert shop.seen() == {old.id, *(task.id for task in told)}
     assert len(shop.seen()) == 251
+
+
+def test_if_the_database_is_lost_after_an_id_was_taken_the_outcome_is_unknown(shop: Caller) -> None:
+    shop.world.schedule(id=4711)
+    gone = e.StoreUnavailableError("the database is gone")
+    for schedule in (
+        lambda: shop.delays.schedule_delay("mail", 1, 5, id=4711),
+        lambda: shop.delays.schedule_many([NewTask("mail", 1, 5, id=4711)]),
+    ):
+        # The row that has the id is read.
+        with refusing(shop.delays, gone, "lease_until"), pytest.raises(e.OutcomeUnknownError) as it:
+            schedule()
+        assert it.value.id == 4711
 
 
 # -- asyncio --------------------------------------------------------------------------------------
