@@ -43,11 +43,16 @@ def bad(body): raise ValueError({hostile!r})
 @delays.processor("noisy")
 def noisy(body): print("noise")
 
+stopped = []
+
 @delays.processor("stop")
-def stop(body, task):
-    if task.runs == 1:
-        for _ in range(body):
-            os.kill(os.getpid(), signal.SIGINT)
+def stop(body):
+    if not stopped:  # the first task that runs
+        stopped.append(True)
+        os.kill(os.getpid(), signal.SIGINT)
+        while signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+            time.sleep(0.01)  # the main thread begins to handle the signal
+        time.sleep(0.2)
 
 @delays.processor("long")
 def long(body, task):
