@@ -475,8 +475,9 @@ class TaskRun:
 
         The error is the given one, or it says why `value` is no valid outcome.
         """
+        is_completed = self.is_certain or self.is_left_open
         # An error may have rolled back what `complete()` wrote. If not, the fence refuses a move.
-        is_done = self.is_written if error is None else self.is_certain or self.is_left_open
+        is_done = self.is_written if error is None else is_completed
         if not is_done and (error is not None or isinstance(value, _UNFINISHED)):
             is_own = isinstance(error, TaskCancelledError) and error.id == self.task.id
             if is_own or self.is_asked_to_stop:
@@ -486,7 +487,7 @@ class TaskRun:
                 return self._of_value(value), None
             except Exception as raised:  # becomes the error of the task, with its traceback
                 error = raised
-        if self.is_certain or self.is_left_open:
+        if is_completed:
             return self._of_completed(error), error
         # If that transaction was committed nevertheless, the fence refuses this settlement.
         return self.of_error(error), error
