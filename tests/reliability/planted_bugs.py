@@ -307,7 +307,7 @@ def time_limits_are_not_kept(_: Any, processor: Any, call: Any) -> Any:
 # -- settle ---------------------------------------------------------------------------------------
 
 
-@bug("settle", "double finish", "illegal move", "duplicated")
+@bug("settle", "conformance/settlements without_its_lease")
 def a_late_end_of_a_run_is_accepted(settle: Any, at: Any, settlements: Any, on: Any = None) -> Any:
     versions = {row.id: row.version for row in at.unclaimed(one.task.id for one in settlements)}
     ends = [
