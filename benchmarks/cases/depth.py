@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache
 
 from benchmarks import ours
 from benchmarks.cases.loads import burst
@@ -33,17 +33,18 @@ def standing(stage: Stage, side: Side) -> Figures:
         if depth > 100_000 and stage.servers.backend != "postgresql":
             continue
         with side.serving():
-            began = wall()
-            runs = _feed(side, depth, partial(_is_over, began + WARM_S + MEASURED_S))
-        warm = [(at, done) for at, done in runs if at >= began + WARM_S]
+            runs = _feed(side, depth, _after(WARM_S + MEASURED_S))
+        warm = [(at, done) for at, done in runs if at >= runs[0][0] + WARM_S]
         per_s = (warm[-1][1] - warm[0][1]) / (warm[-1][0] - warm[0][0])
         found[f"{depth:,} due tasks wait all the time, run/s"] = per_s
         found[f"{depth:,}, x a burst"] = per_s / normal
     return found
 
 
-def _is_over(ends: float, _: int) -> bool:
-    return wall() > ends
+def _after(seconds: float) -> Callable[[int], bool]:
+    """Return a function that is true from `seconds` after its first call on."""
+    ends = cache(lambda: wall() + seconds)
+    return lambda _: wall() > ends()
 
 
 def memory(stage: Stage, side: Side) -> Figures:
