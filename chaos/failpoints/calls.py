@@ -83,12 +83,19 @@ class FailpointCalls:
                 self._any(delay) if number else schedule("fail.fatal", delay)
             ),
             "simultaneous": lambda _, delay: schedule("fail.side", delay, uniform(0.05, 0.3)),
+            "queued": lambda *_: self._schedule_waiting(),
             "limited": lambda _, delay: schedule("fail.limited", delay / 4, 0.05),
             "effect": lambda _, delay: schedule("fail.effect", delay),
             "recurring": lambda *_: self._recur(),
             "Celery tasks": lambda _, delay: self._call_celery_task(delay),
             "revoked Celery tasks": lambda *_: self._revoke(self._call_celery_task(uniform(1, 2))),
         }
+
+    def _schedule_waiting(self) -> None:
+        """Schedule tasks that are due together, so that some wait in the main process."""
+        due = runtime_of(self._delays).clock.now() + timedelta(seconds=0.3)
+        for _ in range(4):
+            self._schedule("fail.note", None, self._chance.uniform(0.03, 0.06), at=due)
 
     def _any(self, delay: float) -> None:
         tag = self._chance.choice(["fail.note", "fail.note", "fail.shaky"])

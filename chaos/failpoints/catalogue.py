@@ -26,6 +26,7 @@ Mix = Literal[
     "overdue backlog",
     "fatal",
     "simultaneous",
+    "queued",
     "limited",
     "effect",
     "many",
@@ -208,6 +209,9 @@ FAILPOINTS = [
     Failpoint("completed", "pool", "after", ("run.calls:TaskRun._committed",), "R2", "effect"),
     Failpoint("settling", "pool", "before", ("db.claims:Claims.settle",), "R2"),
     Failpoint("settled", "pool", "after", ("db.claims:Claims.settle",), "R1"),
+    Failpoint(
+        "settling later", "pool", "after", ("run.chunk:ChunkRunner.settle_later",), "R2", "queued"
+    ),
     Failpoint("arming again", "pool", "before", ("run.chunk:Settler._arm_again",), "R1"),
     Failpoint(
         "giving back", "pool", "before", ("run.chunk:ChunkRunner._expire",), "R2", "overdue backlog"

@@ -241,6 +241,13 @@ class TimeBudget:
             if self._is_asleep:
                 self._changed.notify()
 
+    def end_now(self, chunk: Chunk) -> None:
+        with self._changed:
+            self._open[chunk] = monotonic()
+            self._opened += 1
+            self._start()
+            self._changed.notify()
+
     def close(self, chunk: Chunk) -> None:
         if chunk in self._open:  # a chunk of a single row need not be open
             with self._changed:
@@ -550,8 +557,10 @@ class ChunkRunner:
         self._time_budget = TimeBudget(self._budget_s, self._expire, failed)
         #: Whether an observer shows single rows that run.
         self.is_watched = False
-        #: Chunks whose runner has gone on, although some of their rows still run.
+        #: Chunks whose runner has gone on before all of their rows are settled.
         self._detached: set[Chunk] = set()
+        #: The last chunk that is settled later.
+        self._later: Chunk | None = None
 
     # -- a chunk is opened, run, and closed -------------------------------------------------------
 
@@ -587,7 +596,8 @@ class ChunkRunner:
         try:
             yield chunk
         finally:
-            self.close(chunk, settle)
+            if not chunk.is_detached:
+                self.close(chunk, settle)
 
     def run(self, chunk: Chunk, tally: Tally, may_detach: bool) -> None:
         """Run the tasks until all have ended, or with `may_detach` all except concurrent ones."""
@@ -666,6 +676,16 @@ class ChunkRunner:
             self._settler.settle(chunk, self._lease_s, settle)
         finally:
             self._calls.flush()
+
+    def settle_later(self, chunk: Chunk) -> None:
+        """Let the thread of the time budget settle the rows, as those that outlive their chunk.
+
+        It is one chunk at a time, so that a locked row delays no more settlements.
+        """
+        if self._later not in self._detached:
+            self._later, chunk.is_detached = chunk, True
+            self._detached.add(chunk)
+            self._time_budget.end_now(chunk)
 
     def _expire(self, chunk: Chunk) -> None:
         """After the time budget, settle the ended rows and give back the waiting ones."""

@@ -53,6 +53,9 @@ CLOCK_TOLERANCE_SLACK_US = 2_000
 #: duration times `RECOVERED_SHARE`, since a look reads the whole backlog. They get at most half of
 #: the time of a queue.
 RECOVERED_S, RECOVERED_SHARE = 1.0, 20
+#: The rows of a chunk that is settled later take at least this time on average. With shorter ones
+#: the other thread would compete for the interpreter, and bursts of empty tasks were slower.
+SLOW_ROW_S = 0.0005
 
 #: Claims up to a number of rows.
 Claim = Callable[[int], Claimed]
@@ -152,6 +155,8 @@ class Runner:
         tally.claimed += len(claimed)
         with self._chunks.opened(claimed, claimed_at) as chunk:
             self._chunks.run(chunk, tally, self._host.may_detach)
+            if self._settles_later(claimed, tally):
+                self._chunks.settle_later(chunk)
         early, seen = tuple[Entry, ...](), claimed.seen.waitlists
         if len(claimed) + claimed.seen.held < len(entries):
             got = {task.id for task in claimed}
@@ -160,6 +165,15 @@ class Runner:
             seen = seen | more_seen
         states = self._run_waitlists(seen, len(entries), for_s, tally)
         return self._report(tally, early=early, waitlists=states)
+
+    def _settles_later(self, claimed: Claimed, tally: Tally) -> bool:
+        """Whether the process takes its next chunk while another thread settles this one.
+
+        A waitlist needs the slots of the rows that have ended.
+        """
+        if not self._host.memory.others_wait or claimed.seen.waitlists:
+            return False
+        return self._host.may_detach and tally.seconds >= SLOW_ROW_S * tally.ran
 
     def _run_missing(
         self, missing: dict[tuple[int, int], Entry], tally: Tally
