@@ -1,11 +1,13 @@
-"""Use the API as a user's code does; mypy must infer exactly these types.
+"""Use the API as a user's code does. mypy and pyright check this module.
 
-No test runs this module.
+Both must infer exactly these types, and report exactly the lines that are marked. No test runs this
+module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -16,17 +18,98 @@ import delaytasks as dt
 from delaytasks import DelayedTask, DelayTasks, NewTask
 
 delays = DelayTasks(Celery("shop"), "sqlite://", horizon=20)
+shards = dt.Shards([delays])
 NOW = datetime.now(timezone.utc)
+assert_type(dt.current_delays(), DelayTasks)
 
 
-@dt.processor("order.close", queue="orders")
+# -- processors and their handles -----------------------------------------------------------------
+
+
+@dataclass
+class OrderBody:
+    id: int
+
+
+@delays.processor("order.close", queue="orders", retries="15s 3m", max_late="1h", keep_result=True)
 def close_order(body: dict[str, int]) -> bool:
     return bool(body)
 
 
-@delays.processor("order.remind")
-def remind(body: dict[str, int], task: DelayedTask) -> None:
+@dt.processor("order.remind", soft_time_limit=timedelta(minutes=5), time_limit="6m")
+def remind(body: OrderBody, task: DelayedTask) -> None:
     task.check_lease()
+
+
+@dt.processor("order.ask", in_flight=50)
+async def ask(body: str, task: DelayedTask) -> int:
+    return len(body)
+
+
+@delays.processor("order.refund", schema=OrderBody)
+def refund(body: OrderBody, task: DelayedTask) -> None: ...
+
+
+def parse(body: list[int]) -> OrderBody:
+    return OrderBody(body[0])
+
+
+@delays.processor("order.ship", schema=parse)
+def ship(body: OrderBody) -> None: ...
+
+
+@delays.processor("order.store", batch=100)
+def store(bodies: list[dict[str, int]], tasks: list[DelayedTask]) -> dict[int, dt.Retry]:
+    return {task.id: dt.Retry("5m") for task in tasks}
+
+
+@delays.processor("order.count", batch=100, schema=OrderBody)
+def count(tasks: list[DelayedTask]) -> int:
+    return len(tasks)
+
+
+outcomes: dict[str, dt.Outcome] = {"sent": dt.Done({"receipt": 7}), "busy": dt.Snooze("1h")}
+outcomes |= {"away": dt.Retry(after="5m", reason="busy"), "gone": dt.Fail("gone")}
+outcomes |= {"late": dt.Cancel("not needed")}
+
+
+@delays.recurring("0 9 * * mon-fri", tz="Europe/Berlin")
+@delays.processor("report.send", retries=dt.RetrySchedule.LEVELS)
+def send_report(body: Any, task: DelayedTask) -> dt.Outcome:
+    return outcomes[body["status"]]
+
+
+handle: dt.Processor[Any, ..., dt.Outcome] = send_report
+delays.processor("report", time_limits=5)  # type: ignore[call-overload]
+delays.processor("store", batch="many")  # type: ignore[call-overload]
+
+assert_type(close_order({"order": 1}), bool)
+assert_type(close_order.tag, str)
+assert_type(close_order.schedule({"order": 1}, "30m", key="1"), DelayedTask)
+assert_type(close_order.schedule({"order": 1}, at=NOW, on_conflict="keep"), DelayedTask)
+assert_type(close_order.schedule_many([({"order": 1}, 5), ({"order": 2}, NOW)], priority=3), int)
+close_order.schedule({"order": "one"}, 5)  # type: ignore[dict-item]
+close_order.schedule(OrderBody(1), 5)  # type: ignore[arg-type]
+close_order.schedule({"order": 1}, 5, colour="red")  # type: ignore[call-arg]
+close_order.schedule({"order": 1}, at="30m")  # type: ignore[arg-type]
+close_order.schedule_many([("order", 5)])  # type: ignore[list-item]
+close_order("order")  # type: ignore[arg-type]
+remind.schedule(OrderBody(1), timedelta(hours=1))
+remind(OrderBody(1), delays.get(7))
+remind.schedule({"id": 1}, 5)  # type: ignore[arg-type]
+asked: Coroutine[Any, Any, int] = ask("how", delays.get(7))
+ask.schedule(5, 5)  # type: ignore[arg-type]
+refund.schedule(OrderBody(1), 5)
+refund.schedule({"id": 1}, 5)  # type: ignore[arg-type]
+ship.schedule([1], 5)
+ship(OrderBody(1))
+store.schedule({"order": 1}, 5)
+assert_type(store([{"order": 1}], []), dict[int, dt.Retry])
+count.schedule(OrderBody(1), 5)
+assert_type(count([]), int)
+send_report.schedule({"a": [1]}, 5)
+
+# -- calls ----------------------------------------------------------------------------------------
 
 
 def stream() -> Iterator[NewTask | tuple[str, Any, float]]:
@@ -34,65 +117,106 @@ def stream() -> Iterator[NewTask | tuple[str, Any, float]]:
     yield ("order.close", {"order": 2}, 1800)
 
 
-assert_type(close_order({"order": 1}), bool)
 assert_type(dt.schedule_delay("order", {"order": 1}, timedelta(minutes=30), key="1"), DelayedTask)
 assert_type(delays.schedule_delay("order.close", None, at=NOW, on_conflict="replace"), DelayedTask)
-assert_type(delays.schedule_delay("a", {}, 2, key="k", on_conflict="replace"), DelayedTask)
+delays.schedule_delay("pay", {}, 5, retries=dt.RetrySchedule(["1s"] * 3), max_late=60)
 assert_type(delays.schedule_many(stream()), int)
 assert_type(delays.cancel(tag="order.close", key="1"), dt.CancelResult)
 assert_type(delays.cancel(7).status, dt.Status | None)
 assert_type(delays.reschedule(7, 60), DelayedTask)
-assert_type(delays.touch(tag="order.close", key="1", delay="1m"), dt.TouchResult | dt.TouchResult)
 assert_type(delays.touch([1, "2"], 60), dt.TouchResult)
-assert_type(delays.new_id(), int)
 assert_type(delays.touch(tag="order.close", key={"1", "2"}, delay=60), dt.TouchResult)
-assert_type(delays.touch(tag="order.close", key=["1"], delay=60), dt.TouchResult)
+assert_type(delays.touch(tag="order.close", key="1", delay="1m"), dt.TouchResult)
 assert_type(delays.rerun("7"), DelayedTask)
-assert_type(delays.get(7).status, dt.Status)
+assert_type(delays.get(7, attempts=True).attempts, tuple[dt.Attempt, ...])
 assert_type(delays.find(tag="order.close", status=dt.Status.FAILED), dt.Page)
 assert_type([task.id for task in delays.find().tasks], list[int])
+assert_type(delays.new_id(), int)
 assert_type(delays.bulk.cancel(tag="order.close", key_prefix="e", on_progress=print), dt.BulkResult)
 assert_type(delays.bulk.reschedule(by=timedelta(hours=1), status="HELD", dry_run=True).changed, int)
 assert_type(delays.bulk.rerun(60, since=NOW), dt.BulkResult)
 assert_type(delays.bulk.log(limit=5), list[dt.LogEntry])
-
-delays.bulk.cancel(colour="red")  # type: ignore[call-arg]
-dt.schedule_delay("order.close", {}, [5])  # type: ignore[arg-type]
-dt.schedule_delay("order.close", {}, 5, on_conflict="ignore")  # type: ignore[arg-type]
-dt.schedule_delay("order.close", {}, 5, colour="red")  # type: ignore[call-arg]
-
-
-@delays.processor("pay", retries="15s 3m", max_late="1h", keep_result=True)
-def pay(body: Any) -> Any:
-    return dt.Done({"receipt": 7}) if body else dt.Retry(after="5m", reason="busy")
-
-
-@delays.processor("report", soft_time_limit=timedelta(minutes=5), time_limit="6m")
-def report(body: Any) -> None: ...
-
-
-delays.processor("report", time_limits=5)  # type: ignore[call-overload]
-
-
-@delays.processor("store", batch=100)
-def store(tasks: list[DelayedTask]) -> dict[int, dt.Retry]:
-    return {task.id: dt.Retry("5m") for task in tasks}
-
-
-@dt.processor("ask", in_flight=50)
-async def ask(body: dict[str, int], task: DelayedTask) -> int:
-    return body["order"]
-
-
-assert_type(store([]), dict[int, dt.Retry])
-asked: Coroutine[Any, Any, int] = ask({"order": 7}, delays.get(7))
-delays.processor("store", batch="many")  # type: ignore[call-overload]
-
-delays.schedule_delay("pay", {}, 5, retries=3)
-delays.schedule_delay("pay", {}, 5, retries=dt.RetrySchedule(["1s"] * 3), max_late=60)
-
 assert_type(
     delays.callbacks.post("https://partner.example/paid", {"order": 7}, 60, headers={"X": "y"}),
     DelayedTask,
 )
 assert_type(delays.callbacks.publish("paid", {"order": 7}, 60, exchange="a", key="7"), DelayedTask)
+delays.bulk.cancel(colour="red")  # type: ignore[call-arg]
+dt.schedule_delay("order.close", {}, [5])  # type: ignore[arg-type]
+dt.schedule_delay("order.close", {}, 5, on_conflict="ignore")  # type: ignore[arg-type]
+dt.schedule_delay("order.close", {}, 5, colour="red")  # type: ignore[call-arg]
+assert_type(dt.RetrySchedule.NOTIFY.retry_delays_s, tuple[float, ...])
+assert_type(dt.RetrySchedule.LEVELS.wait_s(1), float | None)
+assert_type(dt.RetrySchedule.LEVELS.has_retry_delay(1), bool)
+assert_type(dt.RetrySchedule("1s").variation, float)
+
+
+def reason_of(error: dt.DelayTaskError) -> str | int | None:
+    if isinstance(error, dt.InvalidInputError):
+        assert_type(error.argument, str)
+        kinds = (dt.BodyRefusedError, dt.ForbiddenURLError, dt.UnknownTagError)
+        return error.argument if isinstance(error, kinds) else None
+    if isinstance(error, dt.OutcomeUnknownError):
+        return assert_type(error.id, int | None)
+    of_database = (dt.StoreUnavailableError, dt.SessionUnusableError, dt.StoreError)
+    of_task = (dt.TaskNotFoundError, dt.DuplicateTaskError, dt.StaleVersionError)
+    of_state = (dt.LeaseLostError, dt.TaskCancelledError, dt.TaskStateError)
+    others = (dt.ConfigError, dt.BodyEncryptedError, dt.TaskFailedError, dt.WaitTimeoutError)
+    return str(error) if isinstance(error, (*of_database, *of_task, *of_state, *others)) else None
+
+
+def operate(now: datetime) -> None:
+    assert_type([finding.first_due for finding in delays.check()], list[datetime])
+    findings: list[dt.Finding] = delays.check()
+    assert findings
+    forecast: dt.Forecast = delays.forecast(7, processes=4)
+    assert_type([hour.due for hour in forecast.hours], list[int])
+    policy: dt.Policy | None = delays.policies.pause(tag="report.send", until=now)
+    assert_type(delays.policies.set(tag="report.send", concurrency=2), dt.Policy)
+    assert_type(delays.policies.resume(tag="report.send"), dt.Policy)
+    assert policy in assert_type(delays.policies.list(queue="reports"), list[dt.Policy])
+    delays.policies.remove(tag="report.send")
+    schedule: dt.RecurringSchedule = delays.recurring.set("daily", "report.send", cron="0 9 * * *")
+    assert_type(delays.recurring.get("daily"), dt.RecurringSchedule)
+    assert_type(delays.recurring.list(), list[dt.RecurringSchedule])
+    assert_type(delays.recurring.pause(schedule.name), dt.RecurringSchedule)
+    assert_type(delays.recurring.resume("daily"), dt.RecurringSchedule)
+    assert_type(delays.recurring.schedule_now("daily"), DelayedTask)
+    delays.recurring.remove("daily")
+    assert_type(delays.statistics.totals(since="1d")["report.send"].failed, int)
+    assert_type(delays.settings.namespace, str)
+    delays.events.subscribe(lambda name, fields: print(name, fields))
+    receipt: str = delays.result(7, "30s")
+    assert receipt
+    delays.apply_async(send_report, countdown=60)
+    with delays.transaction(object()):
+        delays.schedule_many([NewTask("report.send", {}, 5)])
+    assert_type(shards.member("report.send", "7"), DelayTasks)
+    assert_type(shards.member_of(7), DelayTasks)
+    assert_type(shards.each(DelayTasks.new_id), dict[int, int])
+    assert_type(shards.any(DelayTasks.new_id), int)
+    delays.close()
+
+
+# -- asynchronous twins, which all have the parameters and the result of their methods -------------
+
+
+async def use_asyncio() -> None:
+    assert_type(await delays.aschedule_delay("order.close", {"order": 1}, 5), DelayedTask)
+    assert_type(await delays.atouch(tag="order.close", key=["1"], delay=60), dt.TouchResult)
+    assert_type((await delays.afind(status="FAILED")).tasks, list[DelayedTask])
+    assert_type(await delays.bulk.acancel(tag="order.close"), dt.BulkResult)
+    assert_type(await delays.policies.aset(tag="order.close", concurrency=2), dt.Policy)
+    assert_type(await shards.aeach(DelayTasks.new_id), dict[int, int])
+    receipt: str = await delays.aresult(7, "30s")
+    assert receipt == await delays.aresult(tag="order.close", key="1")
+    assert_type(await close_order.aschedule({"order": 1}, at=NOW, on_conflict="keep"), DelayedTask)
+    assert_type(await close_order.aschedule_many([({"order": 1}, 5), ({"order": 2}, NOW)]), int)
+    await delays.aschedule_delay("order.close", {}, object())  # type: ignore[arg-type]
+    await dt.aschedule_delay("order.close", {}, 5, colour="red")  # type: ignore[call-arg]
+    await delays.bulk.acancel(colour="red")  # type: ignore[call-arg]
+    await close_order.aschedule({"order": "one"}, 5)  # type: ignore[dict-item]
+    await close_order.aschedule_many([("order", 5)])  # type: ignore[list-item]
+    await refund.aschedule({"id": 1}, at=NOW)  # type: ignore[arg-type]
+    await delays.aclose()
+    await shards.aclose()
