@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,7 @@ from delaytasks.db import migrations
 from delaytasks.db.database import Database
 from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.schema import Schema
-from delaytasks.db.store import Store
-from delaytasks.model.task import Settlement
 from delaytasks.runtime import runtime_of
-from tests.conftest import settings_for
 from tests.doc_pages import block_beginning
 from tests.running import ROOT, output_of
 from tests.world.recording import delays_on, runner_of
@@ -63,13 +60,6 @@ def shape_of(database: Database, name: str) -> str:
         return repr((inspector.get_columns(name), inspector.get_indexes(name)))
 
 
-@contextmanager
-def store_of(database: Database) -> Iterator[Store]:
-    url = database.url.render_as_string(hide_password=False)
-    with closing(Store(url, settings_for(url, table_prefix=PREFIX))) as store:
-        yield store
-
-
 def emptied(url: str) -> Iterator[Database]:
     database = Database(url)
     create_sqlite_file(database.url)
@@ -99,11 +89,10 @@ def on_mysql(mysql_url: str) -> Iterator[Database]:
 
 def test_the_schema_comparison_detects_a_difference(database: Database) -> None:
     migrations.upgrade(database, PREFIX)
-    with database.begin() as connection:
-        connection.exec_driver_sql(f"DROP TABLE {PREFIX}yb_delay_worker")
-        new = "ADD COLUMN delay_time bigint NOT NULL DEFAULT 7"
-        for change in ("ADD COLUMN more integer", "DROP COLUMN delay_time", new):
-            connection.exec_driver_sql(f"ALTER TABLE {TASKS} {change}")
+    execute(database, f"DROP TABLE {PREFIX}yb_delay_worker")
+    new = "ADD COLUMN delay_time bigint NOT NULL DEFAULT 7"
+    for change in ("ADD COLUMN more integer", "DROP COLUMN delay_time", new):
+        execute(database, f"ALTER TABLE {TASKS} {change}")
     found = schema_differences(database, PREFIX, None)
     kinds = sorted(each[0][0] if isinstance(each, list) else each[0] for each in found)
     wanted = ["add_table", "modify_default", "remove_column"]
@@ -111,7 +100,7 @@ def test_the_schema_comparison_detects_a_difference(database: Database) -> None:
     assert kinds == (wanted if database.can.copy else [wanted[0], wanted[2]])
 
 
-def test_upgrade_builds_the_metadatas_schema_also_after_a_downgrade(database: Database) -> None:
+def test_upgrade_builds_the_schema_and_downgrade_drops_no_row(database: Database) -> None:
     assert migrations.current(database, PREFIX) is None
     for _ in range(2):  # a second upgrade has no effect
         migrations.upgrade(database, PREFIX)
@@ -123,41 +112,32 @@ def test_upgrade_builds_the_metadatas_schema_also_after_a_downgrade(database: Da
         left = {name for name in inspect(connection).get_table_names() if name.startswith(PREFIX)}
     assert left == {migrations.version_table(PREFIX)}
     migrations.upgrade(database, PREFIX)
-    assert schema_differences(database, PREFIX, None) == []
-
-
-def test_downgrade_never_drops_a_row(database: Database) -> None:
-    migrations.upgrade(database, PREFIX)
-    with database.begin() as connection:
-        row = f"INSERT INTO {TASKS} (tag, message_body) VALUES ('precious', '{{}}')"
-        connection.exec_driver_sql(row)
+    execute(database, f"INSERT INTO {TASKS} (tag, message_body) VALUES ('precious', '{{}}')")
     migrations.downgrade(database, PREFIX, None, "base")
     with database.begin() as connection:
         assert connection.exec_driver_sql(f"SELECT tag FROM {TASKS}").scalar() == "precious"
     migrations.upgrade(database, PREFIX)
     assert schema_differences(database, PREFIX, None) == []
-    with store_of(database) as store:
-        claims = store.claims("w", 0x7F000001)
-        [task] = claims.claim_due("default", [0], 10)
-        assert task.tag == "precious"
-        assert claims.settle([Settlement(task, "succeed")]) == {task.id}
+    url = database.url.render_as_string(hide_password=False)
+    with closing(delays_on(url, table_prefix=PREFIX, tags="any")) as delays:
+        delays.processor("precious")(lambda body: None)
+        assert runner_of(delays).run_due("default", [0], 10).claimed == 1
+        assert [task.status for task in delays.find()] == [Status.DONE]
+
+
+def execute(database: Database, statements: str) -> None:
+    with database.begin() as connection:
+        for statement in filter(str.strip, statements.split(";")):
+            connection.execute(text(statement.replace(":", r"\:")))
 
 
 def test_a_task_table_of_another_shape_is_left_unchanged(database: Database) -> None:
-    with database.begin() as connection:
-        connection.exec_driver_sql(f"CREATE TABLE {TASKS} (id bigint PRIMARY KEY, tag varchar(9))")
+    execute(database, f"CREATE TABLE {TASKS} (id bigint PRIMARY KEY, tag varchar(9))")
     before = shape_of(database, TASKS)
     with pytest.raises(ConfigError, match=r"without the columns message_body, status, .*already"):
         migrations.upgrade(database, PREFIX)
     assert shape_of(database, TASKS) == before
     assert migrations.current(database, PREFIX) is None
-
-
-def forget(database: Database, *statements: str) -> None:
-    """Undo a part of the migration, as if it had stopped there."""
-    with database.begin() as connection:
-        for statement in (*statements, f"DELETE FROM {migrations.version_table(PREFIX)}"):
-            connection.exec_driver_sql(statement)
 
 
 @pytest.mark.slow
@@ -189,7 +169,9 @@ def test_a_migration_does_not_queue_behind_a_long_transaction(
 ) -> None:
     database = on_postgresql
     migrations.upgrade(database, PREFIX)
-    forget(database, f"DROP INDEX {PREFIX}idx_yb_delay_hot")
+    # As if the migration had stopped there.
+    forget = f"DELETE FROM {migrations.version_table(PREFIX)}"
+    execute(database, f"DROP INDEX {PREFIX}idx_yb_delay_hot; {forget}")
     monkeypatch.setattr(migrations, "TABLE_LOCK_TIMEOUT_S", 0.05)
     monkeypatch.setattr(migrations, "_TURN_S", 20)
     with database.begin() as writer:
@@ -212,20 +194,16 @@ def test_a_configured_schema_is_created_and_used_on_postgresql(on_postgresql: Da
         assert not [n for n in inspector.get_table_names() if n.startswith(PREFIX)]
         assert migrations.version_table(PREFIX) in inspector.get_table_names(schema="delays")
     migrations.downgrade(database, PREFIX, "delays", "base")
-    with database.begin() as connection:
-        connection.exec_driver_sql("DROP SCHEMA delays CASCADE")
+    execute(database, "DROP SCHEMA delays CASCADE")
 
 
 def test_a_table_that_cannot_store_emoji_is_reported_with_the_remedy(on_mysql: Database) -> None:
     columns = "id bigint PRIMARY KEY, tag varchar(128), message_body text"
-    schema = Schema(PREFIX)
-    with on_mysql.begin() as connection:
-        connection.exec_driver_sql(f"CREATE TABLE {TASKS} ({columns}) CHARSET utf8mb3")
+    execute(on_mysql, f"CREATE TABLE {TASKS} ({columns}) CHARSET utf8mb3")
     with pytest.raises(ConfigError, match=r"utf8mb3.*ALTER TABLE") as caught:
-        migrations.check_charset(on_mysql, schema)
-    with on_mysql.begin() as connection:
-        connection.exec_driver_sql(str(caught.value).rpartition("run: ")[2])
-    migrations.check_charset(on_mysql, schema)
+        migrations.check_charset(on_mysql, Schema(PREFIX))
+    execute(on_mysql, str(caught.value).rpartition("run: ")[2])
+    migrations.check_charset(on_mysql, Schema(PREFIX))
 
 
 @pytest.mark.slow
@@ -239,6 +217,9 @@ def test_alembics_own_command_takes_the_url_of_the_settings(tmp_path: Path) -> N
     _alembic(*options, "downgrade", "base")
     assert migrations.current(database, PREFIX) is None
     database.dispose()
+    shown = _alembic("-x", "url=postgresql://nowhere/x", "upgrade", "head", "--sql")
+    assert "CREATE TABLE yb_delay_task_message" in shown, "it needs no database to write SQL"
+    assert 'CREATE INDEX "idx_expectedTime_status"' in shown
 
 
 def _alembic(*arguments: str, **environ: str) -> str:
@@ -246,16 +227,11 @@ def _alembic(*arguments: str, **environ: str) -> str:
     return output_of(command, env={**os.environ, **environ})
 
 
-def test_the_migration_can_be_written_as_sql_without_a_database() -> None:
-    shown = _alembic("-x", "url=postgresql://nowhere/x", "upgrade", "head", "--sql")
-    assert "CREATE TABLE yb_delay_task_message" in shown
-    assert 'CREATE INDEX "idx_expectedTime_status"' in shown
-
-
 def test_the_next_upgrade_finishes_an_interrupted_migration(on_mysql: Database) -> None:
     migrations.upgrade(on_mysql, PREFIX)
-    index = f"DROP INDEX {PREFIX}idx_yb_delay_hot ON {TASKS}"
-    forget(on_mysql, f"DROP TABLE {PREFIX}yb_delay_worker", index)
+    execute(on_mysql, f"DROP TABLE {PREFIX}yb_delay_worker")
+    execute(on_mysql, f"DROP INDEX {PREFIX}idx_yb_delay_hot ON {TASKS}")
+    execute(on_mysql, f"DELETE FROM {migrations.version_table(PREFIX)}")
     migrations.upgrade(on_mysql, PREFIX)
     assert schema_differences(on_mysql, PREFIX, None) == []
 
@@ -286,12 +262,6 @@ TABLES = {
 BLOCKS = {"postgresql": "ALTER TABLE yb_delay", "mysql": "SET time_zone = '+00:00';\nALTER TABLE"}
 #: A row that waits, one that is done, one that runs, and one that is due in the year 2100.
 ROWS = [(1, 0, "2026-01-02"), (2, 1, "2026-01-02"), (3, 3, "2026-01-02"), (4, 0, "2100-01-02")]
-
-
-def execute(database: Database, statements: str) -> None:
-    with database.begin() as connection:
-        for statement in filter(str.strip, statements.split(";")):
-            connection.execute(text(statement.replace(":", r"\:")))
 
 
 def constraints(database: Database, name: str) -> list[str]:
