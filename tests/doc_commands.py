@@ -175,7 +175,7 @@ def check_command(words: list[str], where: str) -> None:
             _check_click(main, rest, where)
         case ["pip", "install", *names]:
             for extra in re.findall(r"\[([\w,-]+)\]", " ".join(names)):
-                assert set(extra.split(",")) <= _extras(), where
+                assert set(extra.split(",")) <= extras(), where
         case ["openssl", "rand", *_]:
             pass  # a program of the reader's system
         case _:
@@ -226,7 +226,8 @@ def _help(module: str, *words: str) -> str:
 
 
 @cache
-def _extras() -> set[str]:
+def extras() -> set[str]:
+    """Return the optional dependencies of the package."""
     text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
     return {*re.findall(r"^([\w-]+) = \[", text.partition("\n[")[0], re.MULTILINE)}
 

@@ -17,48 +17,40 @@ from typing import Any
 
 import click
 import pytest
-from celery import Celery
 from freezegun import freeze_time
 from sqlalchemy import text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
-from delaytasks import DelayTasks, Status
+from delaytasks import Status
 from delaytasks.cli.main import main
-from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.schema import Schema
 from delaytasks.events import _LOG_LEVELS as LEVELS
 from delaytasks.events import Events
 from delaytasks.http_api.routes import ROUTES
 from delaytasks.model import errors
 from delaytasks.model.clock import from_us
-from delaytasks.model.filters import Filter
 from delaytasks.model.text import DEFERRALS
 from delaytasks.operate import metrics
 from delaytasks.operate.monitoring import read_file
 from delaytasks.operate.state import DeploymentState
-from delaytasks.runtime import runtime_of
 from delaytasks.settings import Settings
-from delaytasks.testing import DelaysTester, create_tables
+from delaytasks.testing import DelaysTester
 from delaytasks.worker.quick_loops import PROCESS_CHECK_S
 from delaytasks.worker.sweep import STALE_CHECK_S
 from tests.conformance.test_connections import ROUND_TRIPS
-from tests.conftest import open_store
-from tests.doc_commands import check_command, command_lines, runs_here
+from tests.conftest import new_world
+from tests.doc_commands import check_command, command_lines, extras, runs_here
 from tests.doc_pages import NAMES, ROOT, SHELLS, block_beginning, blocks, environment
 from tests.unit.test_cli import commands
-from tests.world import MOVES
-
-# -- the documentation agrees with the code: settings, metrics, errors and files exist ------------
-
+from tests.world import MOVES, World
 
 #: A file of the project in backticks, perhaps with the name of a test.
 _FILE = re.compile(r"`([\w./]+/\w+\.py)(?:::(\w*)[^`]*)?`")
 #: A module that a decision gives up.
-_OTHER_FILES = {"worker/heap.py"}
+_OTHER_FILES = {("worker/heap.py", "")}
 #: The folders with the files that pages name; pages about Django have the files of the example.
 _PLACES = ("", "delaytasks", "tests", "examples/django_shop")
-
 
 #: Variables of the environment that are no settings begin like this.
 _OTHER_VARIABLES = ("DELAYTASKS_APP", "DELAYTASKS_BENCH_", "DELAYTASKS_TEST_")
@@ -97,12 +89,15 @@ def test_each_metric_and_each_alert_is_explained() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_setting_named_exists(name: str) -> None:
+def test_the_settings_files_and_tests_that_a_page_names_exist(name: str) -> None:
     known = {row[0] for row in Settings().effective()} | metric_names()
     text = (ROOT / name).read_text()
     for found in re.findall(r"\b(?:delaytasks|DELAYTASKS)_[A-Za-z0-9_]+\b", text):
-        if not found.startswith(_OTHER_VARIABLES):
-            assert found.lower() in known, f"{name} names {found}"
+        assert found.startswith(_OTHER_VARIABLES) or found.lower() in known, found
+    for file, function in {*_FILE.findall(text)} - _OTHER_FILES:
+        found = [path for place in _PLACES if (path := ROOT / place / file).exists()]
+        assert found, file
+        assert not function or f"def {function}(" in found[0].read_text(), f"{file}::{function}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -164,6 +159,11 @@ tag key queue status meta error due created updated_until everything dry_run yes
 """.split()
 #: The options of a new task, and of the tasks of a recurring schedule.
 NEW_TASK = "queue priority retries max_late limit_key meta jitter body_version".split()
+#: An option by which a group is known, its options, and what is said of it.
+GROUPS = {
+    "updated_until": (FILTERS, "With [filters](#filters)."),
+    "limit_key": (NEW_TASK, "With [the options of a task](#options-of-a-task)."),
+}
 
 
 def commands_list() -> str:
@@ -174,18 +174,12 @@ def commands_list() -> str:
     parts += ["### Options of a task", _options(found["schedule"], NEW_TASK)]
     for path, command in found.items():
         names = [str(option.name) for option in command.params]
-        shared = {"json", "actor"}
-        if "updated_until" in names:
-            shared |= {*FILTERS}
-        if "limit_key" in names:
-            shared |= {*NEW_TASK}
+        groups = [group for option, group in GROUPS.items() if option in names]
+        shared = {"json", "actor", *chain(*(options for options, _ in groups))}
         usage = " ".join(command.collect_usage_pieces(click.Context(command))[1:])
         summary = " ".join((command.help or "").partition("\n\n")[0].split())
         parts += [f"### delaytasks {path}", f"`{usage}`: {summary}" if usage else summary]
-        parts += ["With [filters](#filters)."] if "updated_until" in names else []
-        parts += (
-            ["With [the options of a task](#options-of-a-task)."] if "limit_key" in names else []
-        )
+        parts += [said for _, said in groups]
         parts += [_options(command, [name for name in names if name not in shared])]
     return "\n\n".join(filter(None, parts))
 
@@ -237,33 +231,26 @@ def test_each_event_that_is_logged_is_explained_with_its_level() -> None:
     assert shown == {name: level for name, level in levels.items() if name in emitted}
 
 
-def test_each_error_is_explained() -> None:
-    for name, value in vars(errors).items():
-        if isinstance(value, type) and issubclass(value, errors.DelayTaskError):
-            shown = rf"`{name}`|^\W*{name}\b"
-            assert re.search(shown, page("fix-a-problem") + page("reference"), re.MULTILINE), name
+def test_each_error_is_explained_and_the_tree_has_those_below_the_first_one() -> None:
+    text = page("fix-a-problem") + page("reference")
+    first, *lines = block_beginning("docs/reference.md", "DelayTaskError").text.splitlines()
+    root = getattr(errors, first)
+    kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, root)]
+    names = [kind.__name__ for kind in kinds]
+    assert not [name for name in names if not re.search(rf"`{name}`|^\W*{name}\b", text, re.M)]
+    branch = re.compile(r"[├└]── (\w+)(?: \(an? (\w+)\))? +\S.*")
+    assert {match[1]: match[2] for line in lines if (match := branch.fullmatch(line))} == {
+        kind.__name__: next((base.__name__ for base in kind.__bases__ if base is not root), None)
+        for kind in kinds
+        if root in kind.__bases__
+    }
 
 
-def test_the_extras_in_the_docs_are_those_of_the_package() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    extras = text.partition("\n[project.optional-dependencies]\n")[2].partition("\n[")[0]
+def test_the_extras_and_columns_in_the_docs_are_those_of_the_package() -> None:
     shown = re.findall(r"^\| `delaytasks\[(\w+)\]`", page("first-task"), re.MULTILINE)
-    assert sorted(shown) == sorted(re.findall(r"^(\w+) = \[", extras, re.MULTILINE))
-
-
-def test_the_columns_in_the_docs_are_those_of_the_table() -> None:
-    table = page("tables-and-terms").partition("## The columns")[2].partition("\n## ")[0]
-    shown = cells(table)
-    assert sorted(shown) == sorted(column.name for column in Schema().tasks.columns)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_files_and_tests_that_a_page_names_exist(name: str) -> None:
-    for file, function in set(_FILE.findall((ROOT / name).read_text())):
-        if file not in _OTHER_FILES:
-            found = [path for place in _PLACES if (path := ROOT / place / file).exists()]
-            assert found, file
-            assert not function or f"def {function}(" in found[0].read_text(), f"{file}::{function}"
+    assert {*shown} == extras()
+    columns = cells(page("tables-and-terms").partition("## The columns")[2].partition("\n## ")[0])
+    assert sorted(columns) == sorted(column.name for column in Schema().tasks.columns)
 
 
 def test_the_documented_values_to_watch_exist(tmp_path: Path) -> None:
@@ -288,31 +275,27 @@ def test_the_documented_values_to_watch_exist(tmp_path: Path) -> None:
 # -- SQL ------------------------------------------------------------------------------------------
 
 
-def test_the_insert_statement_in_the_docs_makes_a_valid_task(database_url: str) -> None:
+def test_the_statements_in_the_docs_make_and_cancel_a_task(database_url: str) -> None:
     titles = {"postgresql": "-- PostgreSQL", "mysql": "-- MySQL, MariaDB", "sqlite": "-- SQLite"}
-    store = open_store(database_url, table_prefix="docs_")
-    title = titles[store.database.url.get_backend_name()]
     shown = [b.text for b in blocks(ROOT / "docs/callbacks.md") if b.language == "sql"]
-    [insertion] = [sql for sql in shown if sql.startswith(title)]
-    [cancellation] = [sql for sql in shown if sql.startswith("UPDATE")]
-    try:
-        with store.database.begin() as connection:
-            # SQLAlchemy reads an unescaped colon as the start of a parameter.
-            connection.execute(text(insertion.replace("yb_", "docs_yb_").replace(":", "\\:")))
-        [task] = store.tasks.find(Filter(), 10)
+
+    def execute(beginning: str, id: int = 42) -> None:
+        [sql] = [each for each in shown if each.startswith(beginning)]
+        # SQLAlchemy reads an unescaped colon as the start of a parameter.
+        sql = sql.replace("yb_", "docs_yb_").replace("42", str(id)).replace(":", "\\:")
+        with world.begin() as connection:
+            connection.execute(text(sql))
+
+    with new_world(World, database_url, table_prefix="docs_") as world:
+        execute(titles[world.kind])
+        [task] = world.delays.find()
         assert (task.tag, task.body, task.delay_s) == ("order.close", {"order": 7}, 1800)
         assert task.status is Status.NOT_COMPLETE
-        left = task.expected_time - store.tasks.now()
+        left = task.expected_time - world.now()
         assert timedelta(seconds=1790) < left <= timedelta(seconds=1800)
-        with store.database.begin() as connection:
-            cancellation = cancellation.replace("yb_", "docs_yb_").replace("42", str(task.id))
-            connection.execute(text(cancellation))
-        cancelled = store.tasks.get(task.id)
-        assert cancelled is not None
+        execute("UPDATE", task.id)
+        cancelled = world.read(task)
         assert (cancelled.status, cancelled.version) == (Status.CANCELLED, 1)
-    finally:
-        store.schema.metadata.drop_all(store.database.tx)
-        store.close()
 
 
 def test_the_recovery_times_of_faults_follow_from_the_default_settings() -> None:
@@ -334,48 +317,22 @@ def test_the_recovery_times_of_faults_follow_from_the_default_settings() -> None
     assert re.search(r"^\| a worker is killed, .* After 3 S it counts as dead", table, re.MULTILINE)
 
 
-if __name__ == "__main__":
-    write_tables()
-
-
-# -- docs statements ------------------------------------------------------------------------------
-
-
 def test_the_indexes_to_create_before_a_migration_are_those_of_the_schema() -> None:
     indexes = map(CreateIndex, Schema().tasks.indexes)
     made = {str(index.compile(dialect=postgresql.dialect())) for index in indexes}
     block = block_beginning("docs/deployment.md", "CREATE INDEX CONCURRENTLY")
     text = re.sub(r"\s+", " ", block.text.replace(" CONCURRENTLY", ""))
-    statements = text.strip(" ;").split("; ")
-    assert len(statements) == 3
-    assert set(statements) <= made
+    first, second, third = text.strip(" ;").split("; ")
+    assert {first, second, third} <= made
 
 
-def test_the_tree_of_errors_has_the_classes_below_the_first_one() -> None:
-    first, *lines = block_beginning("docs/reference.md", "DelayTaskError").text.splitlines()
-    root = getattr(errors, first)
-    branch = re.compile(r"[├└]── (\w+)(?: \(an? (\w+)\))? +\S.*")
-    shown = {match[1]: match[2] for line in lines if (match := branch.fullmatch(line))}
-    assert len(shown) == len(lines)
-    assert shown == {
-        name: next((base.__name__ for base in value.__bases__ if base is not root), None)
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and root in value.__bases__
-    }
-
-
-def test_a_failed_assertion_has_the_text_in_the_documentation(tmp_path: Path) -> None:
+def test_a_failed_assertion_has_the_text_in_the_documentation(world: World) -> None:
     documented = block_beginning("docs/testing.md", "AssertionError: ").text
-    delays = DelayTasks(Celery("shop", set_as_current=False), f"sqlite:///{tmp_path / 'a.sqlite3'}")
-    create_sqlite_file(runtime_of(delays).store.database.url)
-    with runtime_of(delays).store.database.begin() as connection:
-        create_tables(connection, delays)
-    with freeze_time("2027-01-01"), DelaysTester(delays) as tester:
-        delays.schedule_delay("order.close", {"order": 7}, "30m", key="7")
+    with freeze_time("2027-01-01"), DelaysTester(world.delays) as tester:
+        world.delays.schedule_delay("order.close", {"order": 7}, "30m", key="7")
         with pytest.raises(AssertionError) as raised:
             tester.assert_scheduled("order.close", key="7", body={"order": 8}, within="20m")
     assert f"AssertionError: {raised.value}\n" == documented
-    delays.close()
 
 
 # -- the commands in the documentation run, and the other commands have known options -------------
@@ -402,3 +359,7 @@ def test_each_command_shown_exists_with_its_options(name: str) -> None:
                 words = shlex.split(line, comments=True)
                 if "delays" in words or words[:1] in (["celery"], ["delaytasks"]):
                     check_command(words, f"{name}: {line}")
+
+
+if __name__ == "__main__":
+    write_tables()
