@@ -25,7 +25,7 @@ from tests.conftest import closing_all
 from tests.doc_pages import ROOT
 from tests.refusals import invalid
 from tests.world import MonkeyPatch, World
-from tests.world.recording import new_key, record, refusing, run_now
+from tests.world.recording import record, refusing, run_now
 
 
 def _remind(*args: Any, **kwargs: Any) -> None: ...
@@ -86,18 +86,20 @@ Make = Callable[..., Office]
 def _silent() -> None: ...
 
 
-def test_a_row_has_name_and_id_of_its_task_and_is_due_after_the_countdown(office: Office) -> None:
+def test_a_call_is_a_row_whose_message_goes_where_the_app_routes_it(office: Office) -> None:
+    routed = f"{office.queue}.routed"
+    office.app.conf.task_routes = {"durable.remind": {"queue": routed}}
     result = office.remind.apply_async((7,), countdown=90)
 
     (row,) = office.rows()
     assert (row.tag, row.key, row.delay_s) == ("celery:durable.remind", result.id, 90)
-    assert office.published() == []
-
-
-def test_a_wait_for_a_row_in_vain_names_the_result_of_the_celery_task(office: Office) -> None:
-    result = office.remind.apply_async((7,), countdown=90)
     with pytest.raises(e.WaitTimeoutError, match=rf"wait with AsyncResult\('{result.id}'\)\.get"):
-        office.delays.result(office.rows()[0], timeout=0)
+        office.delays.result(row, timeout=0)
+    assert office.published(routed) == []
+
+    office.publish()
+
+    assert len(office.published(routed)) == 1
 
 
 #: It does not take the result of the task to which it is linked.
@@ -197,17 +199,6 @@ def test_a_body_is_published_without_reading_it_and_with_headers_that_json_has_n
     assert {name: message.headers[name] for name in headers} == headers
 
 
-def test_an_encrypted_row_does_not_show_the_arguments(make_office: Make) -> None:
-    office = make_office(encryption_keys=[new_key()])
-    office.remind.apply_async(("secret word",), countdown=90)
-
-    (as_stored,) = make_office().rows()
-    assert "secret" not in as_stored.body_json
-    assert office.publish().status is Status.DONE
-    (message,) = office.published()
-    assert message.payload[0] == ["secret word"]
-
-
 def test_a_call_that_a_row_cannot_express_is_refused(office: Office) -> None:
     call = partial(office.remind.apply_async, countdown=90)
     with invalid("body", match=r"remind.*262,144.*durable_eta=False"):
@@ -238,15 +229,6 @@ def test_a_row_that_is_no_celery_message_fails_and_delays_no_other(office: Offic
     assert ended[good.id].status is Status.DONE
     assert {office.delays.get(task).status for task in strange} == {Status.FAILED}
     assert "is not a Celery message" in str(office.delays.get(strange[0]).error)
-
-
-def test_routes_of_the_app_decide_about_the_queue(office: Office) -> None:
-    office.app.conf.task_routes = {"durable.remind": {"queue": f"{office.queue}.routed"}}
-
-    office.remind.apply_async((7,), countdown=90)
-    office.publish()
-
-    assert len(office.published(f"{office.queue}.routed")) == 1
 
 
 def test_a_message_of_protocol_1_is_published_and_revoked(office: Office) -> None:
@@ -331,14 +313,11 @@ def test_celerys_signals_are_sent_by_the_call_after_the_row_is_written(office: O
     def after(**_: Any) -> None:
         seen.append(len(office.rows()))
 
+    # Celery forgets both functions with this test.
     before_task_publish.connect(before, sender="durable.remind")
     after_task_publish.connect(after, sender="durable.remind")
-    try:
-        office.remind.apply_async((7,), countdown=90)
-        office.publish()
-    finally:
-        before_task_publish.disconnect(before, sender="durable.remind")
-        after_task_publish.disconnect(after, sender="durable.remind")
+    office.remind.apply_async((7,), countdown=90)
+    office.publish()
 
     assert seen == [0, 1]
     (message,) = office.published()
@@ -455,38 +434,26 @@ def session(world: World) -> Iterator[Session]:
         yield made
 
 
-def test_a_row_is_seen_and_armed_after_the_commit(office: Office, session: Session) -> None:
+def test_calls_take_part_in_the_transaction_of_a_session(make_office: Make, session: Any) -> None:
+    office = make_office(durable_eta=False)
     with office.delays.transaction(session):
-        result = office.remind.apply_async((7,), countdown=5)
+        delayed = office.remind.apply_async((7,), countdown=5, durable_eta=True)
         other = office.delays.schedule_delay("mail", 1, 60)
         assert office.delays.get(other).body == 1
-    assert (list(office.delays.find()), office.timer.ids) == ([], [])
-
-    session.commit()
-
-    (row,) = office.rows()
-    assert (row.key, office.timer.ids) == (result.id, [row.id])
-
-
-def test_with_a_session_a_task_is_sent_after_commit(make_office: Make, session: Session) -> None:
-    office = make_office(durable_eta=False)
-    result = office.delays.apply_async(office.remind.s(7), session=session)
-    assert office.published() == []
-    session.commit()
-
-    assert office.publish().status is Status.DONE
-    (message,) = office.published()
-    assert message.headers["id"] == result.id
-
-
-def test_each_task_of_a_group_takes_part_in_the_session(office: Office, session: Session) -> None:
+    immediate = office.delays.apply_async(office.remind.s(8), session=session)
     tasks = group(office.remind.s(number) for number in range(3))
+    office.delays.apply_async(tasks, countdown=3600, session=session)
+    found = list(office.delays.find()), office.timer.ids, office.published()
+    assert found == ([], [], []), "before the commit"
 
-    office.delays.apply_async(tasks, countdown=60, session=session)
-    assert office.rows() == []
     session.commit()
 
-    assert len(office.rows()) == 3
+    rows = {row.key: row for row in office.rows()}
+    assert office.timer.ids == [rows[delayed.id].id, rows[immediate.id].id]
+    assert len(rows) == 5
+    assert run_now(office.delays, rows[immediate.id]).status is Status.DONE
+    (message,) = office.published()
+    assert (message.headers["id"], message.payload[0]) == (immediate.id, [8])
 
 
 def test_a_retry_survives_the_rollback_of_its_transaction(office: Office, session: Session) -> None:
