@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any
 from unittest import mock
@@ -13,12 +14,13 @@ from unittest import mock
 import pytest
 from sqlalchemy import select, update
 
-from delaytasks import BulkResult, DelayedTask, DelayTasks, Status
+from delaytasks import BulkResult, DelayedTask, DelayTasks, Status, TaskStateError
 from tests.conformance.bulk_tasks import NOON, counts
 from tests.refusals import invalid
-from tests.world import LIVE, MOVES, RUNNING, Entry, MonkeyPatch, World, status_columns
+from tests.world import RUNNING, MonkeyPatch, World
 
 FAR = 7 * 86400.0
+CANCELLED, WAITS, FAILED = Status.CANCELLED, Status.NOT_COMPLETE, Status.FAILED
 
 
 def schedule(delays: DelayTasks, tag: str = "mail", delay: float = FAR, **more: Any) -> DelayedTask:
@@ -40,10 +42,6 @@ def statuses(delays: DelayTasks, *tasks: DelayedTask) -> list[Status]:
     return [delays.get(task).status for task in tasks]
 
 
-def versions(tasks: Iterable[DelayedTask | Entry]) -> set[tuple[int, int]]:
-    return {(task.id, task.version) for task in tasks}
-
-
 def shifts(delays: DelayTasks, tasks: Iterable[DelayedTask]) -> set[float]:
     """Return by how many seconds the tasks have been shifted."""
     return {(delays.get(t).expected_time - t.expected_time).total_seconds() for t in tasks}
@@ -63,59 +61,62 @@ def small(world: World) -> None:
 # Many tasks are cancelled, rescheduled and retried
 
 
-def test_cancel_many_cancels_waiting_tasks_only(world: World, delays: DelayTasks) -> None:
-    tasks = {status: put(world, schedule(delays), **status_columns(status)) for status in Status}
-    other = schedule(delays, "sms")
-    dry = delays.bulk.cancel(tag="mail", dry_run=True)
-    assert (counts(dry), dry.runs, delays.bulk.log()) == ((3, 0, 1), (), [])
-    assert all(delays.get(task) == task for task in tasks.values())
-    assert counts(delays.bulk.cancel(tag="mail")) == (3, 2, 1)
-    waited = {status: tasks.pop(status) for status in MOVES["cancel"].sources}
-    for task in waited.values():
-        there = delays.get(task)
-        assert (there.status, there.version) == (Status.CANCELLED, task.version + 1)
-    for task in (*tasks.values(), other):
-        assert delays.get(task) == task
-    assert delays.events.counts["task.cancelled"] == 2
+#: The calls, the filters, and how many tasks of one in each status match, change and are refused.
+VERBS: list[tuple[str, dict[str, Any], dict[str, Any], tuple[int, int, int]]] = [
+    ("cancel", {}, {}, (3, 2, 1)),
+    ("reschedule", {"delay": 2}, {}, (3, 2, 1)),
+    ("reschedule", {"delay": FAR}, {}, (3, 2, 1)),
+    ("rerun", {"delay": 2}, {}, (1, 1, 0)),
+    ("rerun", {"delay": FAR}, {"status": "cancelled"}, (1, 1, 0)),
+]
 
 
-# -- reschedule ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(("verb", "to", "filters", "counted"), VERBS)
+def test_a_bulk_call_moves_the_tasks_of_its_statuses_as_single_calls_do(
+    world: World, verb: str, to: Any, filters: Any, counted: tuple[int, int, int]
+) -> None:
+    delays, call = world.delays, getattr(world.delays.bulk, verb)
+    rows = [world.put(status, due_s=60, tag="mail", runs=4, lapses=3) for status in Status]
+    alone = [world.put(status, due_s=60, tag="alone", runs=4, lapses=3) for status in Status]
+
+    def ends(tag: str) -> list[Any]:
+        """Return what became of the tasks of a tag, and which of them a message names."""
+        armed = {(entry.id, entry.version) for entry in world.broker.armed}
+        columns = ("status", "version", "runs", "lapses")
+        return sorted(
+            [getattr(task, name) for name in columns]
+            + [round(due_in(delays, task), -1), (task.id, task.version) in armed]
+            for task in delays.find(tag=tag)
+        )
+
+    before = ends("mail")
+    dry = call(**to, **filters, tag="mail", dry_run=True)
+    assert (counts(dry), dry.runs, delays.bulk.log()) == ((counted[0], 0, counted[2]), (), [])
+    assert ends("mail") == ends("alone") == before
+    assert counts(call(**to, **filters, tag="mail")) == counted
+    assert ends("alone") == before
+    for row, task in zip(rows, alone, strict=True):
+        if verb != "rerun" or world.read(row).status is not row.status:
+            with suppress(TaskStateError):
+                getattr(delays, verb)(task.id, **to)
+    assert ends("mail") == ends("alone")
+    assert world.count("task.cancelled") == (4 if verb == "cancel" else 0)
 
 
-def test_reschedule_many_arms_near_tasks(world: World, delays: DelayTasks) -> None:
-    tasks = [schedule(delays, delay=5), schedule(delays)]
-    tasks.append(put(world, schedule(delays), status=int(Status.HELD)))
-    running = put(world, schedule(delays), **RUNNING)
-    for delay, is_near in ((2, True), (FAR, False)):
-        world.broker.armed.clear()
-        before = [delays.get(task) for task in tasks]
-        assert counts(delays.bulk.reschedule(delay, tag="mail")) == (4, 3, 1)
-        moved = [delays.get(task) for task in tasks]
-        assert all(delay - 2 < due_in(delays, task) < delay + 1 for task in moved)
-        assert {task.status for task in moved} == {Status.NOT_COMPLETE}
-        assert [task.version for task in moved] == [task.version + 1 for task in before]
-        armed = [*map(Entry.of, moved)] if is_near else []
-        assert sorted(world.broker.armed) == sorted(armed)
-    assert delays.get(running) == running
-
-
-def test_a_shift_moves_tasks_by_the_same_time_but_none_into_the_past(delays: DelayTasks) -> None:
+def test_a_shift_moves_tasks_by_the_same_time_but_none_into_the_past(world: World) -> None:
+    delays = world.delays
     tasks = [schedule(delays, delay=delay) for delay in (60, 3600, 7200.5)]
     pass_a_moment()
     assert counts(delays.bulk.reschedule(by=timedelta(hours=1), everything=True)) == (3, 3, 0)
     assert shifts(delays, tasks) == {3600}
+    last = datetime(9999, 12, 31, 23, tzinfo=timezone.utc)
+    at_the_end = put(world, schedule(delays, "late"), expected_time=last)
     pass_a_moment()
     assert counts(delays.bulk.reschedule(by=-3700, tag="mail")) == (3, 3, 0)
     assert abs(due_in(delays, tasks[0])) < 5
     assert shifts(delays, tasks[1:]) == {-100}
-
-
-def test_a_shift_at_the_end_of_time_leaves_a_task_there(world: World, delays: DelayTasks) -> None:
-    last = datetime(9999, 12, 31, 23, tzinfo=timezone.utc)
-    task = put(world, schedule(delays), expected_time=last)
-    pass_a_moment()
-    assert counts(delays.bulk.reschedule(by=86400, tag="mail")) == (1, 1, 0)
-    assert delays.get(task).expected_time == last
+    assert counts(delays.bulk.reschedule(by=86400, tag="late")) == (1, 1, 0)
+    assert delays.get(at_the_end).expected_time == last
 
 
 @pytest.mark.usefixtures("small")
@@ -156,40 +157,20 @@ def test_a_task_that_is_found_twice_is_shifted_once(world: World, monkeypatch: M
     assert shifts(delays, tasks) == {7}
 
 
-# -- retry ---------------------------------------------------------------------------------------
-
-
-def test_failed_tasks_rerun_and_cancelled_ones_if_asked(world: World, delays: DelayTasks) -> None:
-    used = {"runs": 4, "lapses": 3}
-    tasks = {each: put(world, schedule(delays), **status_columns(each), **used) for each in Status}
-    world.broker.armed.clear()
-    assert counts(delays.bulk.rerun(tag="mail")) == (1, 1, 0)
-    failed = delays.get(tasks[Status.FAILED])
-    assert (failed.status, failed.version) == (Status.NOT_COMPLETE, 1)
-    assert (failed.runs, failed.lapses) == (0, 0)
-    assert versions(world.broker.armed) == {(failed.id, 1)}
-    assert delays.get(tasks[Status.CANCELLED]).status is Status.CANCELLED
-    assert counts(delays.bulk.rerun(60, tag="mail", status="cancelled")) == (1, 1, 0)
-    assert delays.get(tasks[Status.CANCELLED]).status is Status.NOT_COMPLETE
-    assert 55 < due_in(delays, tasks[Status.CANCELLED]) < 61
-    for status in LIVE | {Status.DONE}:
-        assert delays.get(tasks[status]) == tasks[status]
-
-
 def test_rerun_many_gives_keys_back_that_no_task_has(world: World, delays: DelayTasks) -> None:
     tasks = []
     for n in range(3):
         task = schedule(delays, key=f"k{n}")
         delays.cancel(task)
-        tasks.append(put(world, task, status=int(Status.FAILED)))
+        tasks.append(put(world, task, status=int(FAILED)))
     taken = schedule(delays, key="k1")
-    assert counts(delays.bulk.rerun(tag="mail")) == (3, 2, 1)
-    assert statuses(delays, *tasks) == [Status.NOT_COMPLETE, Status.FAILED, Status.NOT_COMPLETE]
+    for expected in ((3, 2, 1), (1, 0, 1)):  # again: the same one is refused
+        assert counts(delays.bulk.rerun(tag="mail")) == expected
+        [entry, *_] = delays.bulk.log()
+        assert (entry.matched, entry.changed, entry.refused, entry.state) == (*expected, "done")
+    assert statuses(delays, *tasks) == [WAITS, FAILED, WAITS]
     owners = [delays.get(tag="mail", key=f"k{n}").id for n in range(3)]
     assert owners == [tasks[0].id, taken.id, tasks[2].id]
-    [entry] = delays.bulk.log()
-    assert (entry.changed, entry.refused, entry.state) == (2, 1, "done")
-    assert counts(delays.bulk.rerun(tag="mail")) == (1, 0, 1), "again: the same one is refused"
 
 
 # Bulk operations work in steps while workers run, and are recorded in the audit
@@ -214,9 +195,9 @@ def test_a_bulk_call_works_in_small_steps_and_its_audit_row_shows_each(
     result = delays.bulk.cancel(tag="mail", since=since, actor="ann@desk", on_progress=look)
     assert rows == [("running", 9, 3, 1), ("running", 9, 6, 1), ("running", 9, 8, 1)]
     [entry] = delays.bulk.log()
-    assert (entry.id,) == result.runs
-    assert (entry.action, entry.actor, entry.state) == ("cancel", "ann@desk", "done")
-    assert entry.filter == {"tag": "mail", "since": (NOON - timedelta(days=9999)).isoformat()}
+    shown = entry.id, entry.action, entry.actor, entry.state
+    assert shown == (*result.runs, "cancel", "ann@desk", "done")
+    assert entry.filter == {"tag": "mail", "since": since.isoformat()}
     assert (entry.matched, entry.changed, entry.refused) == counts(result)
     assert entry.finished_at is not None
     assert entry.started_at == result.started <= min(entry.finished_at, entry.seen_at)
@@ -242,13 +223,11 @@ def test_a_step_whose_answer_was_lost_is_counted_and_not_repeated(world: World, 
         pass_a_moment()
         options = {"by": 60} if verb == "reschedule" else {}
         result = getattr(proxied.bulk, verb)(tag="mail", on_progress=cut, **options)
-        assert proxy.cut == 1
-        assert counts(result) == (5, 5, 0)
+        assert (proxy.cut, counts(result)) == (1, (5, 5, 0))
         [entry] = proxied.bulk.log()
         assert (entry.changed, entry.refused, entry.state) == (5, 0, "done")
         assert {world.read(task).version for task in tasks} == {1}
-        if verb == "reschedule":
-            assert shifts(proxied, tasks) == {60}
+        assert shifts(proxied, tasks) == ({60} if verb == "reschedule" else {0})
 
 
 # -- concurrent transactions ---------------------------------------------------------------------
@@ -265,9 +244,8 @@ def test_a_bulk_call_skips_locked_rows_and_tries_them_once_more(
     tasks = [schedule(delays, key=f"k{n}") for n in range(7)]
     t, k = world.table(), world.table("keys")
     task, key = select(t.c.id).where(t.c.id == tasks[1].id), select(k).where(k.c.task_key == "k1")
-    query = task if locks == "task" else key
     with world.engine.connect() as connection:
-        connection.execute(query.with_for_update())
+        connection.execute((task if locks == "task" else key).with_for_update())
 
         def release(result: BulkResult) -> None:
             if is_released and result.changed == 6:
@@ -277,7 +255,6 @@ def test_a_bulk_call_skips_locked_rows_and_tries_them_once_more(
         result = delays.bulk.cancel(tag="mail", on_progress=release)
         assert time.monotonic() - began < 3, "a lock would be waited for longer"
     assert counts(result) == ((7, 7, 0) if is_released else (7, 6, 1))
-    assert (delays.get(tasks[1]).status is Status.CANCELLED) is is_released
     assert delays.bulk.cancel(tag="mail").changed == (0 if is_released else 1)
 
 
@@ -306,46 +283,32 @@ def test_cancel_many_does_not_deadlock_with_callers_that_replace_keys(delays: De
         assert delays.get(tag="mail", key=task.key).id == task.id
 
 
-# -- bounds --------------------------------------------------------------------------------------
-
-
 # `bulk.rerun(entry=…)` runs the tasks of a cancel again that have not moved since
 
 
 def test_cancelled_tasks_wait_again_with_keys_and_times(world: World, delays: DelayTasks) -> None:
     world.lower(rows_of_a_bulk_step=2)
     tasks = [schedule(delays, delay=86_400.0 + n, key=f"k{n}" if n % 2 else None) for n in range(7)]
-    held, retried = tasks[0], put(world, tasks[1], runs=2)
-    put(world, held, status=int(Status.HELD))
-    deferred = put(world, tasks[2], due_time=tasks[2].expected_time - timedelta(hours=1))
-    until = tasks[-1].expected_time + timedelta(days=1)
-    result = delays.bulk.cancel(tag="mail", since=NOON - timedelta(days=9999), until=until)
-    assert result.changed == 7
-    assert counts(delays.bulk.rerun(entry=result.runs[0], dry_run=True)) == (7, 0, 0)
+    put(world, tasks[0], status=int(Status.HELD))
+    put(world, tasks[1], runs=2)
+    tasks[2] = put(world, tasks[2], due_time=tasks[2].expected_time - timedelta(hours=1))
+    schedule(delays, tag="pay", key="k")
+    [run] = delays.bulk.cancel(everything=True).runs
+    assert counts(delays.bulk.rerun(entry=run, tag="mail", dry_run=True)) == (7, 0, 0)
     progress: list[BulkResult] = []
-    again = delays.bulk.rerun(entry=result.runs[0], actor="ann", on_progress=progress.append)
-    assert counts(again) == (7, 7, 0)
+    options: Any = {"tag": "mail", "actor": "ann", "on_progress": progress.append}
+    assert counts(delays.bulk.rerun(entry=run, **options)) == (7, 7, 0)
     assert len(progress) == 4
-    assert delays.get(retried).runs == 0
-    assert delays.get(deferred).due == deferred.due
-    for task in [held, *tasks[2:]]:
-        found = delays.get(task)
-        assert (found.status, found.due, found.key) == (Status.NOT_COMPLETE, found.due, task.key)
-        assert found.due == (deferred.due if task.id == deferred.id else task.due)
-    assert delays.get(tag="mail", key="k1").id == tasks[1].id
-    [entry, _] = delays.bulk.log()
-    assert (entry.action, entry.actor) == ("rerun", "ann")
-    assert entry.filter["entry"] == str(result.runs[0])
-    assert counts(delays.bulk.rerun(entry=str(result.runs[0]))) == (7, 0, 7), "they have moved"
-    assert {entry.id for entry in world.broker.armed} <= {task.id for task in tasks}
-
-
-def test_a_delay_and_filters_hold_for_the_tasks_of_an_operation(delays: DelayTasks) -> None:
-    tasks = [schedule(delays, tag=tag, key="k") for tag in ("mail", "pay")]
-    [entry] = [delays.bulk.cancel(everything=True) and delays.bulk.log(limit=1)[0]]
-    assert counts(delays.bulk.rerun("1h", entry=entry, tag="pay")) == (1, 1, 0)
-    assert statuses(delays, *tasks) == [Status.CANCELLED, Status.NOT_COMPLETE]
-    assert 3540 < due_in(delays, tasks[1]) <= 3600
+    found = [delays.get(task) for task in tasks]
+    assert {(task.status, task.runs) for task in found} == {(WAITS, 0)}
+    assert [task.due for task in found] == [task.due for task in tasks]
+    for task in tasks[1::2]:
+        assert delays.get(tag="mail", key=task.key).id == task.id
+    [entry, cancel] = delays.bulk.log()
+    assert (entry.action, entry.actor, entry.filter["entry"]) == ("rerun", "ann", str(run))
+    assert counts(delays.bulk.rerun("1h", entry=cancel, tag="pay")) == (1, 1, 0)
+    assert counts(delays.bulk.rerun(entry=str(run))) == (8, 0, 8), "they have moved"
+    assert 3540 < due_in(delays, delays.get(tag="pay", key="k")) <= 3600
 
 
 def test_tasks_that_have_moved_since_are_left_as_they_are(world: World, delays: DelayTasks) -> None:
@@ -353,15 +316,14 @@ def test_tasks_that_have_moved_since_are_left_as_they_are(world: World, delays: 
         schedule(delays, key=key) for key in (None, "k1", "k2", "k3", None, None)
     )
     result = delays.bulk.cancel(tag="mail")
-    delays.rerun(rerun, "2d")
-    delays.rerun(again, "2d")
+    for task in (rerun, again):
+        delays.rerun(task, "2d")
     delays.cancel(again)
     new = schedule(delays, key="k3")
     world.delete("tasks", id=gone.id)
     before = delays.get(rerun)
     assert counts(delays.bulk.rerun(entry=result.runs[0])) == (6, 2, 4)
-    assert set(statuses(delays, plain, keyed)) == {Status.NOT_COMPLETE}
-    assert set(statuses(delays, taken, again)) == {Status.CANCELLED}
+    assert statuses(delays, plain, keyed, taken, again) == [WAITS, WAITS, CANCELLED, CANCELLED]
     assert delays.get(rerun) == before
     assert delays.get(tag="mail", key="k3").id == new.id
 
@@ -381,11 +343,13 @@ def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(world: World, po
 
     with mock.patch.object(store, point, late):
         assert counts(delays.bulk.rerun(entry=result.runs[0])) == (1, 0, 1)
-    assert delays.get(task).status is Status.CANCELLED
+    assert delays.get(task).is_cancelled
 
 
-def test_an_entry_without_cancelled_tasks_is_refused(world: World, delays: DelayTasks) -> None:
-    put(world, schedule(delays), status=int(Status.FAILED))
+def test_only_the_entry_of_a_cancel_that_has_ended_can_be_rerun(
+    world: World, delays: DelayTasks, monkeypatch: MonkeyPatch
+) -> None:
+    put(world, schedule(delays), status=int(FAILED))
     for result in (delays.bulk.rerun(tag="mail"), delays.bulk.reschedule(60, tag="mail")):
         with invalid("entry", match="only the tasks of a cancel"):
             delays.bulk.rerun(entry=result.runs[0])
@@ -393,17 +357,13 @@ def test_an_entry_without_cancelled_tasks_is_refused(world: World, delays: Delay
         delays.bulk.rerun(entry=7)
     with invalid("id"):
         delays.bulk.rerun(entry="none")
-
-
-def test_a_cancel_that_died_is_rerun_later(delays: DelayTasks, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("delaytasks.operate.task_calls.BulkRun._end", lambda *_: None)
-    schedule(delays)
-    result = delays.bulk.cancel(tag="mail")
-    assert delays.bulk.log()[0].state == "running"
+    died = delays.bulk.cancel(tag="mail").runs[0]
+    assert delays.bulk.log(limit=1)[0].state == "running"
     with invalid("entry", match="still runs"):
-        delays.bulk.rerun(entry=result.runs[0])
+        delays.bulk.rerun(entry=died)
     monkeypatch.setattr("delaytasks.operate.task_calls.RUNNING_S", -1)
-    assert counts(delays.bulk.rerun(entry=result.runs[0])) == (1, 1, 0)
+    assert counts(delays.bulk.rerun(entry=died)) == (1, 1, 0)
 
 
 # The tasks that a bulk operation changes are those that the filters name
@@ -414,11 +374,9 @@ def test_a_cancel_that_died_is_rerun_later(delays: DelayTasks, monkeypatch: Monk
     [
         ({"tag": "a"}, "a ab aheld"),
         ({"tag": "a", "status": "HELD"}, "aheld"),
-        ({"status": Status.HELD}, "aheld"),
         ({"key_prefix": "x%_"}, "b"),
         ({"key_prefix": "é"}, "ab"),
         ({"queue": "slow"}, "slow"),
-        ({"tag": "c", "queue": "slow"}, ""),
         ({"since": NOON}, "b slow"),
         ({"until": NOON}, "a ab aheld"),
         ({"since": NOON, "until": NOON + timedelta(seconds=1)}, "b"),
@@ -439,9 +397,8 @@ def test_each_filter_narrows(world: World, delays: DelayTasks, filters: Any, wan
     put(world, slow, create_time=NOON, update_time=NOON)
     names = set(wanted.split())
     assert counts(delays.bulk.cancel(dry_run=True, **filters)) == (len(names), 0, 0)
-    assert set(statuses(delays, *tasks)) == {Status.NOT_COMPLETE, Status.HELD}
     assert delays.bulk.cancel(**filters).changed == len(names)
-    assert {task.body for task in tasks if delays.get(task).status is Status.CANCELLED} == names
+    assert {task.body for task in tasks if delays.get(task).is_cancelled} == names
 
 
 @pytest.mark.parametrize(
@@ -451,9 +408,7 @@ def test_each_filter_narrows(world: World, delays: DelayTasks, filters: Any, wan
         (lambda d: d.bulk.cancel(tag=None, dry_run=True), "everything", "everything=True"),
         (lambda d: d.bulk.cancel(colour="red"), "colour", "colour.*known: .*tag"),
         (lambda d: d.bulk.cancel(status="DONE"), "status", "HELD, NOT_COMPLETE, not DONE"),
-        (lambda d: d.bulk.cancel(status="SOON"), "status", "status is one of"),
         (lambda d: d.bulk.rerun(status="RUNNING"), "status", "CANCELLED, FAILED, not RUNNING"),
-        (lambda d: d.bulk.cancel(since=datetime(2030, 1, 1)), "since", "no time zone"),
         (lambda d: d.bulk.cancel(tag="a", actor="x" * 256), "actor", "255"),
         (lambda d: d.bulk.cancel(tag="a", actor="a\nb"), "actor", "printable"),
         (lambda d: d.bulk.reschedule(tag="a"), "delay", "one of the four"),
@@ -463,7 +418,6 @@ def test_each_filter_narrows(world: World, delays: DelayTasks, filters: Any, wan
         (lambda d: d.bulk.reschedule(by=True, tag="a"), "by", "number of seconds"),
         (lambda d: d.bulk.reschedule(by=float("-inf"), tag="a"), "by", "finite"),
         (lambda d: d.bulk.reschedule(by=-1e12, tag="a"), "by", "at most"),
-        (lambda d: d.bulk.reschedule(-5, tag="a"), "delay", "negative"),
         (lambda d: d.bulk.rerun(float("nan"), tag="a"), "delay", "finite"),
         (lambda d: d.bulk.log(limit=0), "limit", "1 to 1000"),
         *[(lambda d, b=b: d.bulk.log(before=b), "before", "integer") for b in ("x", 0, 2**63)],
