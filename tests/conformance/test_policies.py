@@ -155,20 +155,22 @@ def test_a_process_applies_a_pause_within_about_a_second(world: World, other: Wo
     assert not cache.current().paused_tags, "it reads once a second"
     cache._read_at -= 1
     assert cache.current().pauses("note", "default")
-
-
-def test_a_process_without_policies_fails_if_it_reads_none(world: World, other: World) -> None:
-    world.delays.policies.pause(tag="note")
     world.lower(seconds_between_policy_reads=0)
-    cache = other.runtime.policy_cache
-    unavailable = mock.patch.object(cache, "_read", raise_unavailable)
-    with unavailable:
+    with mock.patch.object(cache, "_read", raise_unavailable):
+        assert cache.current().pauses("note", "default"), "and keeps them if it cannot read"
+
+
+def test_a_process_that_has_never_read_policies_runs_no_task(world: World) -> None:
+    task, cache = world.put(), world.runtime.policy_cache
+    with mock.patch.object(cache, "_read", raise_unavailable):
         for _ in range(2):
             with pytest.raises(e.StoreUnavailableError):
                 cache.current()
-    assert cache.current().pauses("note", "default")
-    with unavailable:
-        assert cache.current().pauses("note", "default")
+        report = run_chunk(world, task)
+    assert (report.error, report.ran) == ("StoreUnavailableError: no route to host", 0)
+    assert world.statuses([task]) == ["NOT_COMPLETE"]
+    assert cache.stamp is None
+    assert run_chunk(world, task).ran == 1
 
 
 def test_a_worker_without_policies_reports_this(world: World, monkeypatch: MonkeyPatch) -> None:
@@ -178,50 +180,29 @@ def test_a_worker_without_policies_reports_this(world: World, monkeypatch: Monke
         away.setattr(store.database, "rows", raise_unavailable)
         with pytest.raises(e.StoreUnavailableError):
             store.check()
-    with store.database.begin() as connection:
-        p.drop(connection)
+    p.drop(world.engine)
     try:
         says = r"yb_delay_policy cannot be read, in .*: .*delaytasks -A APP db upgrade"
         with pytest.raises(e.ConfigError, match=says):
             store.check()
     finally:
-        with store.database.begin() as connection:
-            p.create(connection)
-
-
-def test_a_chunk_without_policies_runs_no_task(world: World, monkeypatch: MonkeyPatch) -> None:
-    task, cache = world.put(), world.runtime.policy_cache
-    with monkeypatch.context() as away:
-        away.setattr(cache, "_read", raise_unavailable)
-        report = run_chunk(world, task)
-    assert (report.error, report.ran) == ("StoreUnavailableError: no route to host", 0)
-    assert world.statuses([task]) == ["NOT_COMPLETE"]
-    assert cache.stamp is None
-    assert run_chunk(world, task).ran == 1
-    assert world.statuses([task]) == ["DONE"]
+        p.create(world.engine)
 
 
 # -- changes of policies --------------------------------------------------------------------------
 
 
-def test_repeating_a_pause_resume_or_removal_changes_nothing(world: World) -> None:
-    calls = world.delays.policies
-    first = calls.pause(tag="note", actor="a")
-    assert calls.pause(tag="note", actor="b") == first
-    assert world.count("policy.changed") == 1
-    assert calls.resume(tag="sms").version == calls.remove(queue="q").version == 0
-    assert policies(world) == [("tag", "note", 0)]
-
-
 def test_a_pause_keeps_the_limits_and_removing_the_policy_removes_both(world: World) -> None:
     calls = world.delays.policies
-    calls.pause(tag="note")
+    paused = calls.pause(tag="note", actor="a")
+    assert calls.pause(tag="note", actor="b") == paused, "repeating it changes nothing"
+    assert calls.resume(tag="sms").version == calls.remove(queue="q").version == 0
+    assert (world.count("policy.changed"), policies(world)) == (1, [("tag", "note", 0)])
     calls.set(tag="note", concurrency=10, concurrency_per_key=2, rate="100/s")
     calls.resume(tag="note")
     assert calls.set(tag="note", concurrency_per_key=None).limits == (10, None, 100, 1.0)
     known = world.runtime.policy_cache.refresh().limited
     assert known == {"note": world.store.policies.read()[0]}
-    world.sweep_later()
     assert [policy.as_json()["rate"] for policy in calls.list()] == ["100/s"]
     assert not calls.remove(tag="note").has_limits
     assert calls.list() == []
