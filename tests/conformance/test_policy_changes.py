@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import event, select
+from sqlalchemy import event
 
 from tests.world import NO_POLICIES, PolicyReader, World
 
@@ -74,17 +74,6 @@ def test_a_change_that_is_committed_late_is_read_too(world: World, reader: Polic
     event.remove(world.engine, "commit", dawdle)
     limits = {name: policy.concurrency for name, policy in reader.refresh().items()}
     assert limits == {"first": 1, "late": 2, "other": 3}
-
-
-def test_a_cleared_policy_is_deleted(world: World, reader: PolicyReader) -> None:
-    policies = world.delays.policies
-    for _ in range(2):  # it may come again
-        policies.pause(tag="mail")
-        reader.refresh()
-        assert reader.paused == {"mail"}
-        policies.resume(tag="mail")
-        assert world.rows(select(world.table("policies"))) == []
-        assert reader.refresh() == {}
 
 
 @pytest.mark.parametrize("how", ["update", "insert", "delete"])
