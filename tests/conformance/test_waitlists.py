@@ -24,8 +24,12 @@ def waitlist_rows(world: World) -> int:
     return len(world.rows(select(world.table("waitlists"))))
 
 
-def touch_task(world: World, task: DelayedTask) -> None:
-    assert world.delays.touch(task, 60)
+def queue_up(world: World, *tasks: DelayedTask) -> None:
+    """Let another task run, and these wait behind it, since only one may run."""
+    world.limit(concurrency=1)
+    assert len(world.claim(world.schedule(body="first"))) == 1
+    assert world.claim(*tasks) == []
+    assert world.statuses(tasks) == ["HELD"] * len(tasks)
 
 
 # Tasks start within the limits, and others wait in the waitlist
@@ -54,11 +58,7 @@ def test_a_tag_has_one_limit_in_all_its_queues(world: World, limit: Any) -> None
 
 
 def test_a_later_task_waits_behind_the_tasks_of_the_waitlist(world: World) -> None:
-    world.limit(concurrency=1)
-    first, second = world.schedule(body=1), world.schedule(body=2)
-    world.run(first)
-    assert world.claim(world.schedule(body=0)) != []
-    assert world.claim(second) == []
+    queue_up(world, world.schedule(body=2))
     third = world.schedule(body=3, priority=1)
     assert world.claim(third) == []
     world.limit(concurrency=17)
@@ -109,9 +109,8 @@ def test_waitlists_are_found_behind_a_backlog(world: World, monkeypatch: MonkeyP
     world.delays.processor("other")(world.notes.append)
     for _ in range(20):
         world.schedule("other", body="other")
-    monkeypatch.setattr(
-        "delaytasks.run.runner.RECOVERED_S", 0
-    )  # otherwise a second must pass first
+    # Otherwise a second must pass first.
+    monkeypatch.setattr("delaytasks.run.runner.RECOVERED_S", 0)
     report = world.drain(most=5)
     assert (report.is_full, report.waitlists) == (True, (WaitlistState("default", "note", None),))
     assert world.statuses([second]) == ["HELD"], "the backlog goes on"
@@ -130,12 +129,10 @@ def test_each_key_has_its_own_limit(world: World) -> None:
 
 
 def test_tasks_of_different_concurrency_keys_are_admitted_in_turn(world: World) -> None:
-    world.limit(concurrency=1)
-    world.claim(world.schedule(body="first"))
     tasks = [world.schedule(body=f"a{n}", limit_key="a") for n in range(5)]
     tasks += [world.schedule(body=f"b{n}", limit_key="b") for n in range(2)]
     tasks += [world.schedule(body=f"-{n}") for n in range(2)]
-    assert world.claim(*tasks) == []
+    queue_up(world, *tasks)
     order = []
     for limit in range(2, 11):
         world.limit(concurrency=limit)
@@ -145,12 +142,8 @@ def test_tasks_of_different_concurrency_keys_are_admitted_in_turn(world: World) 
 
 
 def test_several_tasks_admitted_together_are_shared_among_concurrency_keys(world: World) -> None:
-    world.limit(concurrency=1)
-    world.claim(world.schedule(body="first"))
-    tasks = [world.schedule(body="a", limit_key="a") for n in range(30)]
-    tasks += [world.schedule(body="b", limit_key="b") for n in range(3)]
-    tasks += [world.schedule(body="c", limit_key="c") for n in range(30)]
-    world.claim(*tasks)
+    keys = "a" * 30 + "b" * 3 + "c" * 30
+    queue_up(world, *(world.schedule(body=key, limit_key=key) for key in keys))
     world.limit(concurrency=1000)
     assert Counter(task.body for task in admit(world, 15)) == {"a": 5, "b": 3, "c": 7}
     assert len(admit(world, 100)) == 48
@@ -158,22 +151,16 @@ def test_several_tasks_admitted_together_are_shared_among_concurrency_keys(world
 
 
 def test_the_capacity_of_a_dead_worker_is_free_when_its_tasks_lapse(world: World) -> None:
-    world.limit(concurrency=2)
-    tasks = [world.schedule(body=n) for n in range(4)]
-    world.claim(tasks[0])
-    world.claim(tasks[1])
-    assert world.claim(*tasks[2:]) == []
+    queue_up(world, world.schedule(body="next"))
     assert admit(world) == []
-    assert world.store.leases.recover_dead(["worker-1"], 5).total == 2
-    assert [task.body for task in admit(world)] == [2]
+    assert world.die().total == 1
+    assert [task.body for task in admit(world)] == ["next"]
 
 
 def test_a_recovered_task_waits_in_the_waitlist_and_runs_alone(world: World) -> None:
-    world.limit(concurrency=1)
     lapsed, *others = [world.schedule(body=n) for n in range(3)]
     world.change(lapsed, lapses=1)
-    blocking = world.schedule(body="blocking")
-    world.claim(blocking)
+    queue_up(world)
     assert world.worker().claim_alone(lapsed) == []
     assert world.worker().claim_recovered() == []
     assert world.claim(*others) == []
@@ -222,58 +209,40 @@ def test_simultaneous_workers_never_exceed_the_limit(world: World) -> None:
     assert 2 <= max(most) <= 5
 
 
-def _cancel(world: World, task: DelayedTask) -> None:
-    world.cancel(task)
+LEAVES = [("cancel", (), "CANCELLED"), ("touch", (60,), "NOT_COMPLETE")]
+LEAVES += [("reschedule", (60,), "NOT_COMPLETE")]
 
 
-def _reschedule(world: World, task: DelayedTask) -> None:
-    world.delays.reschedule(task, 60)
-
-
-LEAVES = [(_cancel, "CANCELLED"), (touch_task, "NOT_COMPLETE"), (_reschedule, "NOT_COMPLETE")]
-
-
-@pytest.mark.parametrize(("move", "status"), LEAVES)
-def test_a_task_that_left_the_waitlist_does_not_run(world: World, move: Any, status: str) -> None:
-    world.limit(concurrency=1)
-    tasks = [world.schedule(body=n) for n in range(15)]
-    world.claim(tasks[0])
-    world.claim(*tasks[1:])
-    for task in tasks[1:-1]:
-        move(world, task)
+@pytest.mark.parametrize(("move", "to", "status"), LEAVES)
+def test_a_task_that_left_the_waitlist_does_not_run(
+    world: World, move: str, to: Any, status: str
+) -> None:
+    tasks = [world.schedule(body=n) for n in range(14)]
+    queue_up(world, *tasks)
+    for task in tasks[:-1]:
+        assert getattr(world.delays, move)(task, *to)
     world.limit(concurrency=2)
-    admitted = admit(world)
-    if not admitted:  # one call examines only a few rows
-        admitted = admit(world) or admit(world)
-    assert [task.body for task in admitted] == [14]
+    # One call examines only a few rows.
+    assert [task.body for _ in range(3) for task in admit(world)] == [13]
     assert waitlist_rows(world) == 0
-    assert world.statuses(tasks[1:-1]) == [status] * 13
+    assert world.statuses(tasks[:-1]) == [status] * 13
 
 
 def test_a_locked_task_of_the_waitlist_does_not_delay_the_others(world: World) -> None:
-    if world.kind == "sqlite":
+    if not world.has_row_locks:
         return  # SQLite has one writer at a time
-    world.limit(concurrency=1)
-    tasks = [world.schedule(body=n) for n in range(3)]
-    world.claim(tasks[0])
-    world.claim(*tasks[1:])
+    tasks = [world.schedule(body=n) for n in range(2)]
+    queue_up(world, *tasks)
     world.limit(concurrency=2)
-    with world.begin() as connection:
-        world.cancel(tasks[1], session=connection)
-        assert [task.body for task in admit(world)] == [2]
-        connection.rollback()
+    with world.locked(tasks[0]):
+        assert [task.body for task in admit(world)] == [1]
     world.limit(concurrency=3)
-    assert [task.body for task in admit(world)] == [1]
+    assert [task.body for task in admit(world)] == [0]
 
 
 def test_without_limits_all_tasks_of_a_waitlist_are_admitted(world: World) -> None:
-    world.limit(concurrency=1)
-    tasks = [world.schedule(body=n) for n in range(5)]
-    world.claim(tasks[0])
-    world.claim(*tasks[1:])
-    p = world.table("policies")
-    with world.begin() as connection:
-        connection.execute(p.delete())
+    queue_up(world, *(world.schedule() for _ in range(4)))
+    world.delete("policies")
     assert len(admit(world)) == 4
 
 
@@ -283,23 +252,20 @@ def test_without_limits_all_tasks_of_a_waitlist_are_admitted(world: World) -> No
 def test_a_settlement_transfers_a_slot_to_the_next(world: World, monkeypatch: MonkeyPatch) -> None:
     world.limit(concurrency=1)
     tasks = [world.schedule(body=n) for n in range(4)]
-    places: list[int] = []
-    seen: list[tuple[str, ...]] = []
+    seen: list[tuple[int, int, int]] = []
     admission = world.worker().admission
     admit_to_slots = admission.admit_to_slots
 
-    def admit_and_record(on: Any, queue: str, tag: str, count: int) -> Any:
-        following = admit_to_slots(on, queue, tag, count)
-        places.append(count)
-        seen.append(tuple(world.statuses(tasks)))
+    def admit_and_record(on: Any, queue: str, tag: str, slots: int) -> Any:
+        following = admit_to_slots(on, queue, tag, slots)
+        as_others_see = world.statuses(tasks)
+        seen.append((slots, as_others_see.count("RUNNING"), as_others_see.count("DONE")))
         return following
 
     monkeypatch.setattr(admission, "admit_to_slots", admit_and_record)
     world.worker().run(*tasks, for_s=20)
     assert world.notes == [0, 1, 2, 3]
-    assert places == [1, 1, 1]
-    assert [statuses.count("RUNNING") for statuses in seen] == [1, 1, 1], "as others see it"
-    assert [statuses.count("DONE") for statuses in seen] == [1, 2, 3]
+    assert seen == [(1, 1, 1), (1, 1, 2), (1, 1, 3)]
     assert world.statuses(tasks) == ["DONE"] * 4
 
 
@@ -335,15 +301,12 @@ def test_slot_transfers_alternate_between_concurrency_keys(world: World) -> None
 
 
 def test_sweeps_do_not_release_tasks_of_a_waitlist(world: World) -> None:
-    world.limit(concurrency=1)
-    world.claim(world.schedule())
     tasks = [world.schedule(body=n, limit_key=key) for n, key in enumerate([None, "a", "a"])]
-    assert world.claim(*tasks) == []
-    stray = world.schedule("other")
-    world.change(stray, status=int(Status.HELD))
+    queue_up(world, *tasks)
+    stray = world.put(Status.HELD, tag="other")
     ids = [task.id for task in (stray, *tasks)]
     assert [entry.id for entry in world.release(*ids)] == [stray.id]
-    touch_task(world, tasks[1])
+    assert world.delays.touch(tasks[1], 60)
     released = [entry.id for entry in world.release(*ids)]
     assert released == [tasks[1].id], "it is not due any more, and waits in vain"
 
@@ -353,10 +316,7 @@ def test_a_locked_policy_is_no_outage(world: World, monkeypatch: MonkeyPatch) ->
     if not world.has_row_locks:
         pytest.skip("a lock is on the whole database")
     monkeypatch.setattr("delaytasks.db.database.RETRY_FOR_S", 0)
-    world.limit(concurrency=1)
-    running, waiting = world.schedule(body=1), world.schedule(body=2)
-    assert world.claim(running) != []
-    assert world.claim(waiting) == []
+    queue_up(world, world.schedule())
     lines, policies = world.worker().admission, world.table("policies")
     with world.begin() as somebody:
         somebody.execute(update(policies).values(concurrency=policies.c.concurrency))
