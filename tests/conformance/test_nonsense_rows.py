@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from delaytasks import DelayedTask, DelayTaskError, DelayTasks, Status, TaskStateError
+from delaytasks import DelayedTask, DelayTasks, Status, TaskStateError
 from tests.refusals import raised
 from tests.world import Entry, MakeWorld, World
 
@@ -111,13 +113,7 @@ def world(make_world: MakeWorld) -> World:
 
 
 def put(on: Connection, table: str, values: dict[str, str]) -> None:
-    # Two of the drivers would read a single `%` as the start of a parameter.
-    words = (
-        values
-        if on.dialect.name == "sqlite"
-        else {name: value.replace("%", "%%") for name, value in values.items()}
-    )
-    names, literals = ", ".join(words), ", ".join(words.values())
+    names, literals = ", ".join(values), ", ".join(values.values())
     on.exec_driver_sql(f"INSERT INTO {table} ({names}) VALUES ({literals})")
 
 
@@ -139,13 +135,8 @@ def test_a_row_with_invalid_values_stops_no_process_and_no_other_row(world: Worl
     assert sorted(id for id in ran if id in good) == list(good)
     by_id = all_pages(delays)
     assert all(json.dumps(task.as_json()) for task in by_id.values())
-    found = {id: by_id[id].status for id in expected}
-    wrong = {
-        id: (nonsense, found[id].name)
-        for id, (nonsense, end) in expected.items()
-        if end not in (found[id], found[id].name)
-    }
-    assert not wrong
+    ends = {id: end for id, (_, end) in expected.items()}
+    assert {id: by_id[id].status for id in expected} == ends
 
     assert delays.get(tag="mail", key="of another task").id == owner.id
     kinds = {finding.problem.partition(" ")[0] for finding in delays.check() if finding.ids}
@@ -193,8 +184,9 @@ def assert_calls_raise_our_errors(delays: DelayTasks, ids: Iterable[int]) -> Non
         delays.rerun,
         lambda id: raised(delays.cancel(id)),
     ]
-    refused = {(id, type(error)) for id in ids for error in map(partial(refusal, id), calls)}
-    assert {kind for _, kind in refused} <= {type(None), TaskStateError}, refused
+    for id, call in product(ids, calls):
+        with suppress(TaskStateError):
+            call(id)
 
 
 def levels(world: World) -> list[int]:
@@ -207,14 +199,6 @@ def run_all(world: World, ids: Iterable[int]) -> None:
     world.worker().run_entries([Entry(id, 0, 0) for id in ids])
     while world.drain(most=30, priorities=levels(world)).claimed:
         pass
-
-
-def refusal(id: int, call: Callable[[int], Any]) -> DelayTaskError | None:
-    try:
-        call(id)
-    except DelayTaskError as error:
-        return error
-    return None
 
 
 #: Values of policies and of workers that no process could use.
