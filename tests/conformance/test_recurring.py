@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 from sqlalchemy import select, update
@@ -84,28 +86,25 @@ def test_a_task_has_the_options_and_the_meta_of_its_schedule(world: RecurringWor
     like = world.delays.schedule_delay("other", None, 60, **options)
     for name in ("queue", "priority", "headers_json", "limit_key", "meta", "body"):
         assert getattr(task, name) == getattr(now, name) == getattr(like, name), name
-    assert task.key is not None
-    assert task.key.startswith("r@")
+    assert (task.key or "").startswith("r@")
     assert world.delays.get(tag="report", key=task.key).id == task.id
-    assert world.delays.find(meta={"tenant": "acme"}, tag="report", limit=9).tasks
     changed = world.recur("1m", **options | {"meta": {"tenant": "initech"}})
     assert (changed.version, changed.meta) != (made.version, made.meta)
     assert world.recur("1m").meta == {}
 
 
-def test_changed_versions_roll_tasks_back(world: RecurringWorld, monkeypatch: MonkeyPatch) -> None:
+def test_changed_versions_roll_tasks_back(world: RecurringWorld) -> None:
     """Without the fence, the tasks of a change that the sweep has not seen would be written."""
     world.recur()
-    r, table = world.table("recurring"), world.runtime.recurring_table
-    read = table.due
+    r, read = world.table("recurring"), world.runtime.recurring_table.due
 
     def change_after_reading(on: Any, *arguments: Any) -> Any:
         found = read(on, *arguments)
         on.execute(update(r).values(version=r.c.version + 1))
         return found
 
-    monkeypatch.setattr(table, "due", change_after_reading)
-    with pytest.raises(StoreError, match="0 of 1"):
+    changing = mock.patch.object(world.runtime.recurring_table, "due", change_after_reading)
+    with changing, pytest.raises(StoreError, match="0 of 1"):
         world.sweep_at(0)
     assert world.due_s() == []
 
@@ -132,21 +131,19 @@ def test_waiting_schedules_hide_no_others(world: RecurringWorld, monkeypatch: Mo
 def test_the_statements_do_not_grow_with_the_schedules_of_a_batch_and_the_tasks_of_a_change(
     world: RecurringWorld,
 ) -> None:
-    def statements(schedules: int, every: int) -> list[int]:
+    def statements(schedules: int, every: int) -> tuple[int, int]:
         for number in range(schedules):
             world.recur("1h", f"n{number}", f"t{number}", start=10, overlap="skip")
-        with world.statements() as seen:
+        with world.statements() as of_sweep:
             world.sweep_at(0)
         world.recurring.set("often", "often", every=every)
-        with world.statements() as seen_by_pause:
+        with world.statements() as of_pause:
             world.recurring.pause("often")
         world.recurring.remove("often")
-        return [len(seen), len(seen_by_pause)]
+        return len(of_sweep), len(of_pause)
 
-    first, by_pause = statements(1, 40)
-    many, by_pause_of_many = statements(40, 1)
-    assert many <= first + 1
-    assert by_pause_of_many == by_pause
+    of_sweep, of_pause = statements(1, 40)
+    assert statements(40, 1) in [(of_sweep, of_pause), (of_sweep + 1, of_pause)]
 
 
 def test_a_damaged_schedule_stops_no_other_and_can_be_replaced(world: RecurringWorld) -> None:
@@ -274,6 +271,10 @@ def test_declarations_have_names_of_their_own(code: Code) -> None:
     delays.recurring(every="6m", name="morning")(processor)
     with pytest.raises(ConfigError, match="declares the recurring schedule 'morning' twice"):
         follow(delays)
+    with pytest.raises(TypeError, match="no processor and no Celery task"):
+        code().recurring(every="5m")(print)
+    with invalid("cron", match="Bad minute"):
+        code(report={"cron": "61 * * * *"})
     assert delays.recurring.get("morning").timing == "0 9 * * *"
 
 
@@ -290,30 +291,19 @@ def test_a_celery_task_is_declared_without_finalizing_the_app(code: Code) -> Non
     assert names(other) == []
 
 
-def test_a_wrong_declaration_is_an_error_where_the_code_has_it(code: Code) -> None:
-    with pytest.raises(TypeError, match="no processor and no Celery task"):
-        code().recurring(every="5m")(print)
-    with invalid("cron", match="Bad minute"):
-        code(report={"cron": "61 * * * *"})
-
-
 # The bodies of recurring schedules are encrypted, as those of tasks are
 
 
-SECRET = {"card": "4111"}
-
-
 def test_a_body_is_encrypted_in_the_schedule_and_in_its_tasks(make_world: MakeWorld) -> None:
-    world = make_world(encryption_keys=[new_key()])
+    world, secret = make_world(encryption_keys=[new_key()]), {"card": "4111"}
     for tag in ("mail", "report"):
-        world.recur(tag=tag, body=SECRET)
-    assert world.recurring.get("r").body == SECRET, "also after a change of the tag"
+        world.recur(tag=tag, body=secret)
+    assert world.recurring.get("r").body == secret, "also after a change of the tag"
     world.sweep_at(0)
-    assert [task.body for task in world.tasks()] == [SECRET] * 3
-    for table in (world.table("recurring"), world.table()):
-        bodies = [row.message_body for row in world.rows(select(table.c.message_body))]
-        assert bodies
-        assert not [body for body in bodies if "4111" in body]
+    assert [task.body for task in world.tasks()] == [secret] * 3
+    tables = world.table("recurring"), world.table()
+    bodies = [row[0] for table in tables for row in world.rows(select(table.c.message_body))]
+    assert ["4111" in body for body in bodies] == [False] * 4
     for keys in ([], [new_key()]):
         other = make_world(encryption_keys=keys)
         other.sweep_at(100)
@@ -407,12 +397,11 @@ def test_run_makes_one_task_and_keeps_the_occurrences(world: RecurringWorld) -> 
     world.recurring.pause(name)
     world.clock.advance(0.5)  # the key of a run has milliseconds
     task = world.recurring.schedule_now(name)
-    assert task.body == {"n": 1}
     assert task.expected_time <= max(world.now(), world.at(0.5))
     assert world.broker.ids == [task.id]
     assert world.recurring.resume(name).next_at == before.next_at
-    key = world.delays.get(task.id).key
-    assert (key, len(key or "")) == (task.key, 191), "the longest key"
+    found = world.read(task)
+    assert (found.body, found.key, len(found.key or "")) == ({"n": 1}, task.key, 191)
 
 
 def test_a_task_of_run_keeps_the_next_one_away_and_ends_no_pause(world: RecurringWorld) -> None:
@@ -482,6 +471,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("meta", {"every": 5, "meta": {"tenant": 7}}),
     ("name", {"every": 5, "name": "x" * 167}),
     ("tag", {"every": 5, "tag": ""}),
+    ("start", {"every": 5, "start": datetime(2030, 1, 1)}),
 ]
 
 
@@ -489,8 +479,6 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 def test_wrong_options_write_nothing(world: RecurringWorld, argument: str, options: Any) -> None:
     with invalid(argument):
         world.recurring.set(**{"name": "r", "tag": "report", **options})
-    with invalid("start"):
-        world.recurring.set("r", "report", every=5, start=world.start.replace(tzinfo=None))
     with pytest.raises(TypeError, match="no option colour"):
         world.recur(colour="red")
     assert world.recurring.list() == []
