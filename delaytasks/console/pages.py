@@ -39,7 +39,7 @@ from delaytasks.model.filters import Filter, Filters
 from delaytasks.model.inputs import ALL_QUEUES, check_id, check_tag, parse_duration
 from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
-from delaytasks.operate.forecast import HOUR_S, Forecast, busiest, headline
+from delaytasks.operate.forecast import HOUR_S, KEPT_S, LONGEST_KEPT_S, Forecast, busiest, headline
 from delaytasks.operate.health import Problem, verdict_of
 from delaytasks.operate.operations import NO_LIMIT
 from delaytasks.operate.searches import SearchTimeoutError
@@ -89,12 +89,15 @@ def _ahead(found: DeploymentState) -> list[Problem]:
     """Return a problem if an hour of the last forecast does not fit."""
     if found.error is not None or not found.alive:
         return []  # the forecast would be that of assumed processes
-    recent = state().forecast.get()
-    full = None if recent is None else recent[0].first_full
-    if recent is None or full is None or (found.overdue and full.start <= found.now):
-        return []  # the overdue tasks are the peak
-    text = f"A peak is ahead. {headline(recent[0], day_and_time)}"
-    return [Problem("warning", text, "forecast")]
+    with suppress(StoreError):  # the state of the deployment has the error
+        make, cache = state().delays.forecast, state().forecasts
+        recent = cache.get("week", KEPT_S, make, longest_s=LONGEST_KEPT_S)
+        full = recent.first_full
+        # Overdue tasks may be the peak themselves.
+        if full is not None and not (found.overdue and full.start <= found.now):
+            text = f"A peak is ahead. {headline(recent, day_and_time)}"
+            return [Problem("warning", text, "forecast")]
+    return []
 
 
 #: The bars of the histogram of due times, the time of each, and the limits of the read.
@@ -167,8 +170,8 @@ def failure(name: str) -> dict[str, Any]:
 # -- the forecast ---------------------------------------------------------------------------------
 
 
-#: Seconds for which all viewers see the same forecast, and the hours in the table.
-FORECAST_S, HOURS_SHOWN = 60.0, 12
+#: The hours in the table.
+HOURS_SHOWN = 12
 FORECAST_DAYS = {"day": 1, "week": 7, "month": 30}
 
 
@@ -183,7 +186,7 @@ def forecast() -> dict[str, Any]:
         raise InvalidInputError(f"processes is a number, not {typed!r:.40}", "processes")
     found = state().cache.get(
         ("forecast", period, processes),
-        FORECAST_S,
+        KEPT_S,
         lambda: state().delays.forecast(FORECAST_DAYS[period], processes=processes),
     )
     due, busy = _charts(found)

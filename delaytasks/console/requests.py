@@ -38,7 +38,6 @@ from werkzeug.wrappers import Response as AnyResponse
 from delaytasks.client import DelayTasks
 from delaytasks.console.viewers import HOST_REQUEST, LoginLimit, Role, UserFile, Viewer
 from delaytasks.model.errors import DelayTaskError
-from delaytasks.operate.forecast import LatestForecast
 from delaytasks.operate.serving import ENDPOINTS, SharedCache
 from delaytasks.operate.state import DeploymentState, ask_broker, read_state
 from delaytasks.operate.task_calls import record_action
@@ -99,7 +98,8 @@ class ConsoleState:
         self.cache = SharedCache()
         #: The runs, which no action changes.
         self.history = SharedCache()
-        self.forecast = LatestForecast(delays.forecast)
+        #: The forecast of the overview, which only an action of many tasks changes.
+        self.forecasts = SharedCache()
         #: The bulk operations of this process, and the event that stops each, by its log entry.
         self.threads = threading.BoundedSemaphore(MOST_ACTIVE)
         self.stops = WeakValueDictionary[int, threading.Event]()
@@ -108,7 +108,7 @@ class ConsoleState:
     def forget(self) -> None:
         """Drop what was read, after an action of many tasks: it may have spread a peak."""
         self.cache.forget()
-        self.forecast = LatestForecast(self.delays.forecast)
+        self.forecasts.forget()
 
     def snapshot(self) -> DeploymentState:
         """Return the state of the deployment, which is some seconds old, and up to a minute if the

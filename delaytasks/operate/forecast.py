@@ -9,10 +9,8 @@ later, and queues with workers of their own are left out.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,8 +23,7 @@ from sqlalchemy import Connection, FromClause, case, func, literal, select, tabl
 
 from delaytasks.db.task_rows import has_status
 from delaytasks.db.types import epoch_s
-from delaytasks.loops import within
-from delaytasks.model.clock import from_us, json_fields, monotonic
+from delaytasks.model.clock import from_us, json_fields
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, StoreError
 from delaytasks.model.inputs import check_integer, is_number, show_duration
 from delaytasks.model.moves import WAITING
@@ -40,6 +37,9 @@ if TYPE_CHECKING:
     from delaytasks.recurring.creation import RecurringTable
     from delaytasks.runtime import Runtime
 
+#: Seconds for which readers share a forecast, and at most if it took long: if millions of rows wait,
+#: it costs the database seconds.
+KEPT_S, LONGEST_KEPT_S = 60.0, 3600.0
 HOUR_S, A_DAY = 3600, timedelta(days=1)
 MAX_DAYS, MAX_PROCESSES = 92, 1_000_000
 #: The duration of a task of which nothing is known, in seconds.
@@ -373,60 +373,3 @@ def _by_hour(
     hour = (second - second % HOUR_S).label("due_hour")
     groups = select(hour, rows.c.tag, func.count()).group_by("due_hour", "tag")
     return [(begin // HOUR_S, tag, tasks) for begin, tag, tasks in connection.execute(groups)]
-
-
-# -- The last forecast, for pages and scrapes, which must not wait for a new one -----------------
-
-
-logger = logging.getLogger(__name__)
-#: A forecast is made again after this time, and after the duration of the last one times
-#: `RENEW_SHARE`, so that forecasts cost the database at most half a percent of a core. The latter
-#: is at most `MOST_RENEW_S`.
-RENEW_S, RENEW_SHARE, MOST_RENEW_S = 60.0, 200, 3600.0
-#: The time for which a caller waits for a new forecast.
-FIRST_WAIT_S = 0.5
-
-
-class LatestForecast:
-    """Returns the last forecast, and has `make` make another one in a thread."""
-
-    def __init__(self, make: Callable[[], Forecast]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._found: Forecast | None = None
-        self._is_busy = False
-        self._began = self._again_at = self._recent_until = float("-inf")
-
-    def get(self) -> tuple[Forecast, float] | None:
-        """Return the last forecast and its age in seconds, or None if none was made lately.
-
-        A forecast is returned for twice the time after which it is made again. The caller that
-        finds it due waits for a new one, for at most `FIRST_WAIT_S` seconds.
-        """
-        with self._lock:
-            is_due = not self._is_busy and monotonic() >= self._again_at
-            self._is_busy |= is_due
-        if is_due:
-            with suppress(TimeoutError):  # a later caller gets it
-                within(FIRST_WAIT_S, self._renew)
-        with self._lock:
-            now = monotonic()
-            if self._found is None or now > self._recent_until:
-                return None
-            return self._found, now - self._began
-
-    def _renew(self) -> None:
-        began, rest_s = monotonic(), RENEW_S
-        found: Forecast | None = None
-        try:
-            found = self._make()
-            rest_s = min(max(RENEW_SHARE * (monotonic() - began), RENEW_S), MOST_RENEW_S)
-        except StoreError as error:
-            logger.warning("no forecast: %s", error)
-        except Exception:
-            logger.exception("no forecast")
-        with self._lock:
-            self._is_busy, self._again_at = False, monotonic() + rest_s
-            if found is not None:
-                self._found, self._began = found, began
-                self._recent_until = self._again_at + rest_s

@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from itertools import accumulate
 from math import inf
@@ -21,7 +22,7 @@ from delaytasks.loops import Loop
 from delaytasks.model.errors import ConfigError, StoreError
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LATE_S, late_start
-from delaytasks.operate.forecast import Forecast, LatestForecast, make_forecast
+from delaytasks.operate.forecast import KEPT_S, LONGEST_KEPT_S, Forecast, make_forecast
 from delaytasks.operate.serving import SharedCache
 from delaytasks.operate.state import DeploymentState, ask_broker, read_tables
 from delaytasks.run.observers import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, RunCounts
@@ -172,7 +173,6 @@ class DatabaseMetrics(Collector):
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._forecast = LatestForecast(lambda: make_forecast(runtime))
         self._cache = SharedCache()
 
     def collect(self) -> Sequence[Metric]:
@@ -191,12 +191,18 @@ class DatabaseMetrics(Collector):
         yield gauge("database_up", "Whether the database answers.", found is not None)
         if found is not None:
             yield from table_metrics(found)
-            yield from peak_metrics(self._forecast.get())
+            yield from peak_metrics(self._forecast(), found.now)
         if runtime.direct_timer is None:
             yield gauge("broker_up", "Whether the broker answers.", ask_broker(runtime) is None)
         if runtime.redis_timer is not None:
             is_up = runtime.redis_timer.counts([runtime.settings.default_queue]) is not None
             yield gauge("redis_timer_up", "Whether the Redis of the timer answers.", is_up)
+
+    def _forecast(self) -> Forecast | None:
+        with suppress(StoreError):  # the other metrics do not need it
+            make = partial(make_forecast, self._runtime)
+            return self._cache.get("forecast", KEPT_S, make, longest_s=LONGEST_KEPT_S)
+        return None
 
 
 def table_metrics(found: DeploymentState) -> Iterator[Metric]:
@@ -243,15 +249,11 @@ def queue_workers(found: DeploymentState) -> dict[str, int]:
     return {name: served[name] + of_all for name in list(dict.fromkeys(names))[:MAX_QUEUES]}
 
 
-def peak_metrics(recent: tuple[Forecast, float] | None) -> Iterator[Metric]:
-    """Yield the metrics of a forecast and its age. They have no values if there is none."""
-    utilization = ahead_s = None
-    if recent is not None:
-        forecast, age_s = recent
-        utilization = 0.0
-        if (peak := forecast.peak) is not None:
-            utilization = peak.utilization
-            ahead_s = max((peak.start - forecast.made_at).total_seconds() - age_s, 0.0)
+def peak_metrics(forecast: Forecast | None, now: datetime) -> Iterator[Metric]:
+    """Yield the metrics of a forecast. They have no values if there is none."""
+    peak = None if forecast is None else forecast.peak
+    utilization = None if forecast is None else 0.0 if peak is None else peak.utilization
+    ahead_s = None if peak is None else max((peak.start - now).total_seconds(), 0.0)
     about = (
         "The share of the busiest hour of the next week for which its tasks keep the processes "
         "busy. Above 1, tasks start late."

@@ -81,7 +81,7 @@ def _answer(checks: Mapping[str, bool]) -> tuple[str, int, dict[str, str]]:
 MOST_VALUES = 200
 #: A value is kept 20 times as long as its read took, so that its reads take 5 % of the time.
 KEPT_PER_READ = 20.0
-#: But not longer than this.
+#: But by default not longer than this.
 LONGEST_KEPT_S = 60.0
 #: Seconds for which the waiting threads get the error of a read instead of repeating it.
 ERROR_KEPT_S = 4.0
@@ -108,6 +108,7 @@ class SharedCache:
         kept_s: float,
         read: Callable[[], T],
         *,
+        longest_s: float = LONGEST_KEPT_S,
         has_failed: Callable[[T], bool] = lambda value: False,
     ) -> T:
         """Return the value of `key`; call `read` if it is older than `kept_s` seconds.
@@ -117,6 +118,8 @@ class SharedCache:
 
         Parameters
         ----------
+        longest_s
+            The longest time for which a value is kept whose read took long.
         has_failed
             Says that a value contains an error. It is then kept for `kept_s` seconds, however long
             the database was silent.
@@ -135,7 +138,7 @@ class SharedCache:
                     slot.error, slot.until = error, monotonic() + min(kept_s, ERROR_KEPT_S)
                     raise
                 ended = monotonic()
-                slow_s = min(KEPT_PER_READ * (ended - began), LONGEST_KEPT_S)
+                slow_s = min(KEPT_PER_READ * (ended - began), longest_s)
                 slot.until = ended + (kept_s if has_failed(slot.value) else max(kept_s, slow_s))
             if slot.error is not None:
                 raise slot.error.with_traceback(None)  # each raise would make it longer

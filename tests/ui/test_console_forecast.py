@@ -82,7 +82,6 @@ def test_a_wrong_question_is_explained(site: Site, query: str) -> None:
 @pytest.fixture
 def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A deployment with one process, in which nothing is wrong."""
-    monkeypatch.setattr(forecast, "FIRST_WAIT_S", 60.0)
     monkeypatch.setattr(forecast, "ASSUMED_DURATION_S", 2.0)
     with healthy_site(tmp_path) as site:
         yield site

@@ -1,5 +1,5 @@
 """Rules of a worker's main process, by a clock that a test sets: waitlists of limited tags, the
-availability of services, and values that are kept."""
+availability of services."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from delaytasks.limits.admission import StartPace
 from delaytasks.limits.tracked_waitlists import TrackedWaitlists, WaitlistName
 from delaytasks.loops import Availability
 from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
-from delaytasks.operate import forecast
-from delaytasks.operate.forecast import LatestForecast
 from delaytasks.operate.state import beat_age_s, broker_down_s
 from delaytasks.worker import quick_loops
 from delaytasks.worker.quick_loops import ServiceWatch
@@ -253,7 +251,7 @@ def test_a_gap_or_a_failure_restarts_the_contact(time: ManualTime) -> None:
     assert contact.seconds() == 1
 
 
-# -- the availability of a service, and values that are kept ---------------------------------------
+# -- the availability of a service ----------------------------------------------------------------
 
 
 THREADS = 8
@@ -297,80 +295,6 @@ def test_threads_that_notice_a_failure_simultaneously_report_it_once() -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(find_out, range(THREADS)))
     assert told == ["down", "up"] * 200
-
-
-# -- the latest forecast is kept, and callers rarely wait for a new one ---------------------------
-
-
-class Forecasts:
-    """Makes forecasts, which are numbers here, in the calling thread."""
-
-    def __init__(self, time: ManualTime) -> None:
-        self.time, self.takes_s, self.made = time, 0.125, 0
-        self.error: Exception | None = None
-        self.kept: Any = LatestForecast(self.make)
-
-    def make(self) -> Any:
-        self.time.at += self.takes_s
-        self.made += 1
-        if self.error is not None:
-            raise self.error
-        return self.made
-
-    def after(self, seconds: float) -> Any:
-        self.time.at += seconds
-        return self.kept.get()
-
-
-@pytest.fixture
-def forecasts(time: ManualTime, monkeypatch: MonkeyPatch) -> Forecasts:
-    monkeypatch.setattr(forecast, "within", lambda _, work: work())
-    return Forecasts(time)
-
-
-SHARES = [(0.125, forecast.RENEW_S), (1, forecast.RENEW_SHARE), (300, forecast.MOST_RENEW_S)]
-
-
-@pytest.mark.parametrize(("takes_s", "rest_s"), SHARES)
-def test_slow_forecasts_are_infrequent(forecasts: Forecasts, takes_s: float, rest_s: float) -> None:
-    forecasts.takes_s = takes_s
-    assert forecasts.after(0) == (1, takes_s)
-    assert forecasts.after(rest_s - 1) == (1, takes_s + rest_s - 1)
-    assert forecasts.after(1) == (2, takes_s)
-
-
-def test_after_an_error_the_last_forecast_is_kept_until_it_is_too_old(forecasts: Forecasts) -> None:
-    assert forecasts.after(0) == (1, 0.125)
-    forecasts.error = StoreUnavailableError("down")
-    assert forecasts.after(forecast.RENEW_S) == (1, forecast.RENEW_S + 0.25)
-    assert forecasts.after(forecast.RENEW_S) is None
-    forecasts.error = None
-    assert forecasts.after(forecast.RENEW_S - 1) is None, "after an error, the database rests"
-    assert forecasts.after(1) == (4, 0.125)
-
-
-def test_callers_get_an_old_forecast_meanwhile(time: ManualTime, monkeypatch: MonkeyPatch) -> None:
-    made, goes_on = list[int](), threading.Event()
-
-    def make() -> Any:
-        made.append(1)
-        assert len(made) == 1 or goes_on.wait(30)
-        return len(made)
-
-    kept: Any = LatestForecast(make)
-
-    def found() -> Any:
-        recent = kept.get()
-        return recent and recent[0]
-
-    assert found() == 1
-    time.at += forecast.RENEW_S
-    assert [found(), found()] == [1, 1]
-    time.at += forecast.RENEW_S + 1
-    assert found() is None, "it is too old, and the thread still works"
-    goes_on.set()
-    wait_until(lambda: found() == 2, 20, "the new forecast")
-    assert len(made) == 2
 
 
 def test_a_fork_waits_for_threads_in_the_gate_and_no_thread_enters_meanwhile() -> None:

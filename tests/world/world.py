@@ -60,7 +60,6 @@ LIMITS = {
     "tasks_counted_exactly": "operate.forecast.MAX_EXACT",
     "tasks_counted": "operate.forecast.MAX_COUNTED",
     "tasks_sampled": "operate.forecast.SAMPLED",
-    "seconds_to_a_first_forecast": "operate.forecast.FIRST_WAIT_S",
     "occurrences_computed": "operate.forecast.MAX_OCCURRENCES",
     "named_queues_of_a_look": "worker.sweep.MOST_NAMED",
     "rows_of_a_purge": "worker.sweep.PURGE_ROWS",
