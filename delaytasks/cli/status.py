@@ -172,7 +172,7 @@ def warnings_of(delays: DelayTasks) -> list[str]:
 
     warnings, runtime = [], runtime_of(delays)
     try:
-        found = read_tables(runtime.store, delays.settings)
+        found = read_tables(runtime)
     except StoreError as error:
         # The role may read tasks, but not the tables of workers and policies.
         warnings.append(f"late tasks and the replication are unknown: {error}")
@@ -331,10 +331,7 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
         If the database does not answer.
     """
     runtime = runtime_of(delays)
-    state = read_state(runtime)
-    if state.error is not None:
-        raise state.error
-    return replace(state, broker_error=ask_broker(runtime))
+    return replace(read_state(runtime), broker_error=ask_broker(runtime))
 
 
 def gather(cli: Cli) -> dict[str, Any]:
@@ -365,10 +362,7 @@ def gather(cli: Cli) -> dict[str, Any]:
             "late_s": state.oldest_overdue_s,
         },
         "expired_leases": state.expired_leases,
-        "workers": [
-            {**each._asdict(), "up_s": each.up_s, "running": live.running_of.get(each.name, 0)}
-            for each in state.workers
-        ],
+        "workers": [{**each._asdict(), "up_s": each.up_s} for each in state.workers],
         "lost_workers": state.lost,
         "sweeps": state.sweeps,
         "broker": {

@@ -87,17 +87,15 @@ def overview() -> dict[str, Any]:
 
 def _ahead(found: DeploymentState) -> list[Problem]:
     """Return a problem if an hour of the last forecast does not fit."""
-    if found.error is not None or not found.alive:
+    if not found.alive:
         return []  # the forecast would be that of assumed processes
-    with suppress(StoreError):  # the state of the deployment has the error
-        make, cache = state().delays.forecast, state().forecasts
-        recent = cache.get("week", KEPT_S, make, longest_s=LONGEST_KEPT_S)
-        full = recent.first_full
-        # Overdue tasks may be the peak themselves.
-        if full is not None and not (found.overdue and full.start <= found.now):
-            text = f"A peak is ahead. {headline(recent, day_and_time)}"
-            return [Problem("warning", text, "forecast")]
-    return []
+    make, cache = state().delays.forecast, state().forecasts
+    recent = cache.get("week", KEPT_S, make, longest_s=LONGEST_KEPT_S)
+    full = recent.first_full
+    if full is None or (found.overdue and full.start <= found.now):
+        return []  # the overdue tasks are the peak
+    text = f"A peak is ahead. {headline(recent, day_and_time)}"
+    return [Problem("warning", text, "forecast", flaw="a peak ahead will start late")]
 
 
 #: The bars of the histogram of due times, the time of each, and the limits of the read.
@@ -107,17 +105,16 @@ BARS, BAR, MOST_DUE, MOST_QUEUES = 30, timedelta(minutes=1), 5_000, 100
 def count_due(store: Store, now: datetime) -> list[int]:
     """Count the waiting tasks that are due in each of the next minutes.
 
-    At most `MOST_DUE` of `MOST_QUEUES` queues are read, and none if the database does not answer.
+    At most `MOST_DUE` of `MOST_QUEUES` queues are read.
     """
     table, counts = store.schema.tasks, [0] * BARS
     t, waiting = table.c, Filter(status=frozenset({Status.NOT_COMPLETE}))
     soon = t.expected_time >= now, t.expected_time < now + BARS * BAR
     query = select(t.expected_time, t.id).where(*soon)
-    with suppress(StoreError):  # the state of the deployment has the error
-        for at, _ in store.database.autocommitted(
-            lambda c: first_page(c, query, table, waiting, MOST_DUE, most_queues=MOST_QUEUES)
-        ):
-            counts[min((at - now) // BAR, BARS - 1)] += 1
+    for at, _ in store.database.autocommitted(
+        lambda c: first_page(c, query, table, waiting, MOST_DUE, most_queues=MOST_QUEUES)
+    ):
+        counts[min((at - now) // BAR, BARS - 1)] += 1
     return counts
 
 

@@ -113,9 +113,7 @@ class ConsoleState:
     def snapshot(self) -> DeploymentState:
         """Return the state of the deployment, which is some seconds old, and up to a minute if the
         database answers slowly."""
-        found = self.cache.get(
-            "snapshot", SNAPSHOT_S, self._read_state, has_failed=lambda taken: bool(taken.error)
-        )
+        found = self.cache.get("snapshot", SNAPSHOT_S, self._read_state)
         ask = partial(ask_broker, runtime_of(self.delays))
         error = self.cache.get("broker", BROKER_S, ask, has_failed=bool)
         return replace(found, broker_error=error)

@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from itertools import islice
@@ -24,7 +23,7 @@ from sqlalchemy import Connection, FromClause, case, func, literal, select, tabl
 from delaytasks.db.task_rows import has_status
 from delaytasks.db.types import epoch_s
 from delaytasks.model.clock import from_us, json_fields
-from delaytasks.model.errors import DelayTaskError, InvalidInputError, StoreError
+from delaytasks.model.errors import DelayTaskError, InvalidInputError
 from delaytasks.model.inputs import check_integer, is_number, show_duration
 from delaytasks.model.moves import WAITING
 from delaytasks.model.text import count, shown, some_values
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
     from delaytasks.recurring.creation import RecurringTable
     from delaytasks.runtime import Runtime
 
-#: Seconds for which readers share a forecast, and at most if it took long: if millions of rows wait,
-#: it costs the database seconds.
+#: Seconds for which readers share a forecast, and at most if it took long: with millions of waiting
+#: rows, it costs the database seconds.
 KEPT_S, LONGEST_KEPT_S = 60.0, 3600.0
 HOUR_S, A_DAY = 3600, timedelta(days=1)
 MAX_DAYS, MAX_PROCESSES = 92, 1_000_000
@@ -273,9 +272,7 @@ def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = Non
 
 
 def _tags(runtime: Runtime, due: Due, now: datetime) -> dict[str, TagForecast]:
-    measured: Mapping[str, RunCounts] = {}
-    with suppress(StoreError):  # for example, there is no table of statistics yet
-        measured = counts_by_tag(runtime.store, now - COUNTS_KEPT, now, None)
+    measured = counts_by_tag(runtime.store, now - COUNTS_KEPT, now, None)
     totals = defaultdict[str, float](float)
     for tasks in due.values():
         for tag, number in tasks.items():

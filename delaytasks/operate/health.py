@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from delaytasks.db import migrations
-from delaytasks.db.sweep_queries import LostWorker, RegisteredWorker
+from delaytasks.db.sweep_queries import RegisteredWorker
 from delaytasks.loops import within
 from delaytasks.model.clock import UTC
 from delaytasks.model.errors import DelayTaskError, StoreUnavailableError
 from delaytasks.model.inputs import ALL_QUEUES, POLLING_PREFIX, show_duration
 from delaytasks.model.moves import Status
-from delaytasks.model.policies import Policy
 from delaytasks.model.task import QueuePlace
 from delaytasks.model.text import count, some_values
 from delaytasks.operate.state import (
@@ -26,15 +26,14 @@ from delaytasks.operate.state import (
     READ_ONLY,
     DeploymentState,
     FailedNow,
-    RecentRuns,
     ask_broker,
     beat_age_s,
     broker_down_s,
     count_overdue,
     server_problem,
 )
-from delaytasks.operate.statistics import LATE_RANGE
-from delaytasks.operate.why import LATE_BECAUSE
+from delaytasks.operate.statistics import LATE_RANGE, recent_hours
+from delaytasks.operate.why import LATE_BECAUSE, Facts, broker_down, limits_of, pause_of
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
@@ -56,6 +55,8 @@ class Problem(NamedTuple):
     page: str = "overview"
     #: The parameters of the page.
     parameters: Mapping[str, str] = {}
+    #: The problem in a few words, for the headline if no task is late.
+    flaw: str = ""
 
 
 def clock_time(at: datetime, now: datetime, zone: tzinfo) -> str:
@@ -73,73 +74,55 @@ def since_text(seconds: float, now: datetime, zone: tzinfo) -> str:
 
 def tasks_are(number: int) -> str:
     """Return, for example, "1 task is" or "1,200 tasks are"."""
-    return "1 task is" if number == 1 else f"{number:,} tasks are"
+    return f"{count(number, 'task')} {'is' if number == 1 else 'are'}"
 
 
-def runs_have(number: int, tag: str | None = None) -> str:
-    """Return, for example, "1 run of mail.send has" or "12 runs have"."""
-    of = "" if tag is None else f" of {tag}"
-    return f"1 run{of} has" if number == 1 else f"{number:,} runs{of} have"
+def have_failed(number: int, noun: str, of: str = "") -> str:
+    """Return, for example, "1 run of mail.send has failed" or "12 tasks have failed"."""
+    return f"{count(number, noun)}{of} {'has' if number == 1 else 'have'} failed"
 
 
-# -- Judges the failures of a deployment, for the verdict -----------------------------------------
+# -- Judges the failures of a deployment ----------------------------------------------------------
 
 
 #: Failed runs that are retried are a warning if they are more, and a note otherwise. The alert
 #: `DelayTasksFailing` has the same limits for tasks.
 FEW_RUNS, SMALL_SHARE = 5, 0.05
-#: Tags that are named in one sentence.
-NAMED_TAGS = 3
 
 
-def failure_problems(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
+def _failures(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     news = [group for group in state.groups if group.is_news]
-    others = state.failed - sum(group.tasks for group in news)
+    about = "about " if state.counts[Status.FAILED].is_estimate else ""
+    flaw = f"{about}{count(state.failed, 'task')} failed"
     for group in news:
-        text = f"{_failures(group, state, zone)}: {group.summary}"
-        yield Problem("bad", text, "failure", {"name": group.name})
-    for group, runs in _retried(state):
-        failures = _failed_runs(group, runs, state.now, zone)
-        level: Severity = "warning" if _is_much(runs) else "note"
-        text = f"{failures}, and will be retried: {group.summary}"
-        yield Problem(level, text, "failure", {"name": group.name})
-    if state.failed and not news:
-        text = f"{tasks_are(state.failed)} failed, but none in the last hour."
+        failed = _failed_runs(group, state, zone)
+        if group.tasks:
+            least = "" if state.has_all_failures else "At least "
+            since = clock_time(group.first_at, state.now, zone)
+            failed = f"{least}{have_failed(group.tasks, 'task', f' of {group.tag}')} since {since}"
+        text = f"{failed}: {group.summary}"
+        yield Problem("bad", text, "failure", {"name": group.name}, flaw)
+    retried = [each for each in state.groups if each.is_retried and not each.is_news]
+    retried = [each for each in retried if each.recent]
+    much = [each for each in retried if each.recent > FEW_RUNS and each.share > SMALL_SHARE]
+    flaw = f"{have_failed(sum(each.recent for each in much), 'run')} and will be retried"
+    for group in retried:
+        text = f"{_failed_runs(group, state, zone)}, and will be retried: {group.summary}"
+        is_much = group in much
+        level: Severity = "warning" if is_much else "note"
+        yield Problem(level, text, "failure", {"name": group.name}, flaw if is_much else "")
+    others = state.failed - sum(group.tasks for group in news)
+    if others and (state.has_all_failures or not news):
+        text = f"{count(others, 'task')} failed more than an hour ago."
         yield Problem("note", text, "failures")
-    elif state.has_all_failures and others:
-        text = f"{count(others, 'other task')} failed more than an hour ago."
-        yield Problem("note", text, "failures")
-    if waiting := {group.tag for group in state.groups if group.is_retried and not group.recent}:
-        tags = some_values(sorted(waiting), NAMED_TAGS)
-        text = f"Failed runs of {tags} wait for a retry, but none is of the last hour."
-        yield Problem("note", text, "failures")
 
 
-def _retried(state: DeploymentState) -> list[tuple[FailedNow, RecentRuns]]:
-    """Return the groups whose failed runs are retried, and are news."""
-    return [
-        (group, group.recent)
-        for group in state.groups
-        if group.is_retried and group.recent is not None and not group.is_news
-    ]
+def _failed_runs(group: FailedNow, state: DeploymentState, zone: tzinfo) -> str:
+    since = clock_time(max(group.first_at, recent_hours(state.now)), state.now, zone)
+    return f"{have_failed(group.recent, 'run', f' of {group.tag}')} since {since}"
 
 
-def _is_much(runs: RecentRuns) -> bool:
-    return runs.runs > FEW_RUNS and runs.share > SMALL_SHARE
-
-
-def _failures(group: FailedNow, state: DeploymentState, zone: tzinfo) -> str:
-    """Return how many tasks have failed, and since when; or how many runs, if no task was read."""
-    if not group.tasks and group.recent is not None:
-        return _failed_runs(group, group.recent, state.now, zone)
-    least = "" if state.has_all_failures else "At least "
-    verb = "has failed at" if group.tasks == 1 else "have failed since"
-    since = "" if group.since is None else clock_time(group.since, state.now, zone)
-    return f"{least}{count(group.tasks, 'task')} of {group.tag} {verb} {since}"
-
-
-def _failed_runs(group: FailedNow, runs: RecentRuns, now: datetime, zone: tzinfo) -> str:
-    return f"{runs_have(runs.runs, group.tag)} failed since {clock_time(runs.since, now, zone)}"
+# -- Judges a deployment --------------------------------------------------------------------------
 
 
 #: Problems that are named.
@@ -172,21 +155,20 @@ def verdict_of(
 
     `ahead` has problems that will make tasks late.
     """
-    if state.error is not None:
-        text = f"The database does not answer: {state.error}"
-        return Verdict("bad", "Unknown. The database does not answer.", [Problem("bad", text)])
     if state.problem == READ_ONLY:
         text = f"The database answers, but {READ_ONLY}."
         return Verdict("bad", "Stopped. The database is read-only.", [Problem("bad", text)])
-    tasks = [*_stopped(state), *_late(state), *failure_problems(state, zone), *ahead]
-    others = [*_services(state, zone), *_workers(state, zone), *_held_back(state, zone)]
-    others += [*_paused(state, zone), *_lost(state, zone), *_late_starts(state)]
-    worst_first = sorted([*tasks, *others], key=lambda each: -SEVERITIES.index(each.level))
+    problems = [*_stopped(state), *_late(state)]
+    for judge in (_failures, _services, _workers, _limited, _paused, _lost):
+        problems += judge(state, zone)
+    problems += [*_late_starts(state), *ahead]
+    worst_first = sorted(problems, key=lambda each: -SEVERITIES.index(each.level))
     level = worst_first[0].level if worst_first else "good"
-    return Verdict(level, _headline(state, bool(ahead)), worst_first[:MOST_PROBLEMS])
+    flaw = next((each.flaw for each in worst_first if each.flaw), "")
+    return Verdict(level, _headline(state, flaw), worst_first[:MOST_PROBLEMS])
 
 
-def _headline(state: DeploymentState, is_peak_ahead: bool) -> str:
+def _headline(state: DeploymentState, flaw: str) -> str:
     if not state.alive:
         if state.waiting or state.overdue:
             return "Stopped. No worker is alive."
@@ -194,24 +176,7 @@ def _headline(state: DeploymentState, is_peak_ahead: bool) -> str:
     if state.overdue:
         late = show_duration(state.oldest_overdue_s)
         return f"Late. {tasks_are(state.overdue)} overdue, the oldest by {late}."
-    flaw = _flaw(state) or ("a peak ahead will start late" if is_peak_ahead else None)
     return f"On time, but {flaw}." if flaw else "On time."
-
-
-def _flaw(state: DeploymentState) -> str | None:
-    """Return the worst problem that makes no task late, in a few words."""
-    if any(group.is_news for group in state.groups):
-        about = "about " if state.counts[Status.FAILED].is_estimate else ""
-        return f"{about}{count(state.failed, 'task')} failed"
-    if retried := sum(runs.runs for _, runs in _retried(state) if _is_much(runs)):
-        return f"{runs_have(retried)} failed and will be retried"
-    if state.broker_error:
-        return "the broker does not answer"
-    if silent := sum(not worker.is_alive for worker in state.workers):
-        return "1 worker is silent" if silent == 1 else f"{silent:,} workers are silent"
-    if limited := sum(policy.held or 0 for policy in _limited(state)):
-        return f"{count(limited, 'task')} {'waits' if limited == 1 else 'wait'} for a limit"
-    return None
 
 
 def _stopped(state: DeploymentState) -> Iterator[Problem]:
@@ -245,21 +210,19 @@ def _late_starts(state: DeploymentState) -> Iterator[Problem]:
 
 
 def _services(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
-    broker_error, down_s = state.broker_error, broker_down_s(state.workers)
     if state.problem == NO_STANDBY:
         text = f"The database may lose or delay commits: {NO_STANDBY}."
         yield Problem("warning", text)
-    if broker_error:
+    if state.broker_error:
+        down_s = broker_down_s(state.workers)
         since = "" if down_s is None else since_text(down_s, state.now, zone)
-        fact = f"has not answered {since}" if since else "does not answer"
-        late = "workers read the table, so tasks start a few seconds late"
-        text = f"The broker {fact}; {late}: {broker_error}"
-        yield Problem("warning", text, "workers")
+        text, flaw = broker_down(state.broker_error, since), "the broker does not answer"
+        yield Problem("warning", text, "workers", flaw=flaw)
     if state.alive and any(sweep.is_late for sweep in state.sweeps):
         yield Problem("warning", "No sweep has run lately. Do beat and a worker run?")
         return
     age_s = state.beat_age_s
-    if age_s is not None and age_s > LEAST_OUTAGE_S and not broker_error:
+    if age_s is not None and age_s > LEAST_OUTAGE_S and not state.broker_error:
         text = (
             f"No message of beat has arrived {since_text(age_s, state.now, zone)}. The workers "
             "sweep by themselves, less often. Is celery beat running?"
@@ -271,11 +234,13 @@ _RESTART = "run again elsewhere, at the latest when their leases end."
 
 
 def _workers(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
+    silent = len(state.workers) - len(state.alive)
+    flaw = "1 worker is silent" if silent == 1 else f"{silent:,} workers are silent"
     for worker in state.workers:
         services, name = worker.services, worker.name
         if not worker.is_alive:
             text = f"The worker {name} is silent. If it is lost, its tasks {_RESTART}"
-            yield Problem("warning", text, "workers")
+            yield Problem("warning", text, "workers", flaw=flaw)
             continue
         if abs(worker.clock_offset_s) > CLOCK_S:
             offset = show_duration(worker.clock_offset_s)
@@ -308,34 +273,25 @@ def _lost(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     yield Problem("note", text, "workers")
 
 
-def _limited(state: DeploymentState) -> list[Policy]:
-    """Return the policies whose limit holds tasks back."""
-    return [each for each in state.policies if each.has_limits and each.held and not each.is_paused]
-
-
-def _held_back(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
-    for policy in _limited(state):
-        limits = {
-            "concurrency": policy.concurrency,
-            "of each key": policy.concurrency_per_key,
-            "rate": policy.rate_text,
-        }
-        shown = ", ".join(f"{name} {limit}" for name, limit in limits.items() if limit is not None)
+def _limited(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
+    """Name the tags whose limit holds tasks back."""
+    found = [each for each in state.policies if each.has_limits and not each.is_paused]
+    found = [each for each in found if each.held]
+    all_held = sum(policy.held or 0 for policy in found)
+    flaw = f"{count(all_held, 'task')} {'waits' if all_held == 1 else 'wait'} for a limit"
+    for policy in found:
         verb, oldest = ("waits", "") if policy.held == 1 else ("wait", ", the oldest")
-        text = f"{count(policy.held or 0, 'task')} of {policy.name} {verb} for its limit ({shown})"
+        tasks = f"{count(policy.held or 0, 'task')} of {policy.name}"
+        text = f"{tasks} {verb} for its limit ({limits_of(policy)})"
         if policy.held_since is not None and policy.held_since < state.now:
             waited_s = (state.now - policy.held_since).total_seconds()
             text += f"{oldest} {since_text(waited_s, state.now, zone)}"
-        yield Problem("warning", f"{text}.", "policies")
+        yield Problem("warning", f"{text}.", "policies", flaw=flaw)
 
 
 def _paused(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     for policy in state.paused:
-        held = f", {policy.held:,} held" if policy.held else ""
-        by = f" by {policy.updated_by}" if policy.updated_by else ""
-        end = policy.paused_until
-        until = "" if end is None else f" until {clock_time(end, state.now, zone)}"
-        text = f"The {policy.kind} {policy.name} is paused{by}{until}{held}."
+        text = pause_of(policy, state.now, partial(clock_time, now=state.now, zone=zone))
         yield Problem("warning", text, "policies")
 
 
@@ -414,42 +370,37 @@ class HealthChecks:
             found.append(HealthCheck("broker", problem is None, problem or "answers"))
         return found
 
-    def _in_time(self, checks: Callable[[datetime], Iterator[HealthCheck]]) -> list[HealthCheck]:
+    def _in_time(self, checks: Callable[[Facts], Iterator[HealthCheck]]) -> list[HealthCheck]:
         """Return the checks; raise a `DelayTaskError` if the database answers too late."""
         try:
-            return within(self.timeout_s, lambda: list(checks(self.runtime.store.tasks.now())))
+            return within(self.timeout_s, lambda: list(checks(Facts(self.runtime))))
         except TimeoutError:
             late = f"no answer within {show_duration(self.timeout_s)}"
             raise StoreUnavailableError(late) from None
 
-    def _live(self, now: datetime) -> Iterator[HealthCheck]:
-        check = self._process_check(now, self._workers(now))
-        if not check.is_ok and server_problem(self.runtime.store.database) == READ_ONLY:
+    def _live(self, facts: Facts) -> Iterator[HealthCheck]:
+        check = self._process_check(facts)
+        if not check.is_ok and server_problem(facts.store.database) == READ_ONLY:
             text = "unknown, because the database is read-only"  # nobody can report
             check = HealthCheck(check.name, True, text)
         yield check
 
-    def _ready(self, now: datetime) -> Iterator[HealthCheck]:
-        store, settings, most = self.runtime.store, self.runtime.settings, self.max_overdue
-        is_ok = server_problem(store.database) != READ_ONLY
+    def _ready(self, facts: Facts) -> Iterator[HealthCheck]:
+        is_ok = server_problem(facts.store.database) != READ_ONLY
         yield HealthCheck("database", is_ok, "answers" if is_ok else READ_ONLY)
         yield self._revision_check()
         if self.component == "api":  # a producer's role may not read the other tables
             return
-        workers = self._workers(now)
-        yield self._process_check(now, workers)
+        yield self._process_check(facts)
         if self.component == "deployment":
-            yield self._queues_check(workers)
+            yield self._queues_check(facts)
         if self.component != "beat":
-            yield self._sweep_check(now)
-        if most is not None:
+            yield self._sweep_check(facts)
+        if (most := self.max_overdue) is not None:
             # More than one beyond the limit need not be counted.
-            tasks, _ = count_overdue(store, settings.grace_s, most + 1)
+            tasks, _ = count_overdue(facts.store, facts.settings.grace_s, most + 1)
             found = f"{tasks:,}" if tasks <= most else f"more than {most:,}"
             yield HealthCheck("overdue", tasks <= most, f"{found} overdue, at most {most:,}")
-
-    def _workers(self, now: datetime) -> Sequence[RegisteredWorker]:
-        return self.runtime.store.workers.registered(now, self.runtime.settings.silent_s)
 
     def _revision_check(self) -> HealthCheck:
         """Compare the tables with this version, which also works with tables of a newer one.
@@ -466,28 +417,26 @@ class HealthChecks:
             return HealthCheck("tables", True, detail)
         return HealthCheck("tables", False, f"{detail}; {database.tables_remedy}")
 
-    def _process_check(self, now: datetime, workers: Sequence[RegisteredWorker]) -> HealthCheck:
+    def _process_check(self, facts: Facts) -> HealthCheck:
         """Check that beat or a worker lives. On one host, all that are registered have to live."""
         if self.component == "beat":
-            return self._beat_check(workers)
-        asked = [worker for worker in workers if self._is_about(worker)]
-        silent = [worker for worker in asked if not worker.is_alive]
-        alive = [worker for worker in asked if worker.is_alive]
-        lost = _lost_text(list(filter(self._is_about, self.runtime.store.workers.lost())), now)
+            return self._beat_check(facts)
+        asked = [worker for worker in facts.workers if self._is_about(worker)]
         if not asked:
             place = f" on {self.host}" if self.name is None else f" with the name {self.name}"
             place = "" if self.component == "deployment" else place
-            return HealthCheck("worker", False, f"none is registered{place}{lost}")
-        if not alive or (silent and self.component != "deployment"):
-            last = min(silent, key=lambda worker: worker.name)
+            return HealthCheck("worker", False, f"none is registered{place}")
+        alive = [worker for worker in asked if worker.is_alive]
+        if not alive or (len(alive) < len(asked) and self.component != "deployment"):
+            last = next(worker for worker in asked if not worker.is_alive)
             text = f"{last.name} has not reported for {show_duration(last.age_s)}"
-            return HealthCheck("worker", False, text + lost)
+            return HealthCheck("worker", False, text)
         newest = min(alive, key=lambda worker: worker.age_s)
         more = f" and {len(alive) - 1} more" if len(alive) > 1 else ""
-        text = f"{newest.name} ({show_duration(newest.age_s)} ago){more}{lost}"
+        text = f"{newest.name} ({show_duration(newest.age_s)} ago){more}"
         return HealthCheck("worker", True, text)
 
-    def _is_about(self, worker: RegisteredWorker | LostWorker) -> bool:
+    def _is_about(self, worker: RegisteredWorker) -> bool:
         if self.component == "deployment":
             return True
         is_drain = worker.pool.startswith(POLLING_PREFIX)
@@ -497,48 +446,34 @@ class HealthChecks:
             self.name is None and worker.name.rpartition("@")[2] == self.host
         )
 
-    def _beat_check(self, workers: Sequence[RegisteredWorker]) -> HealthCheck:
+    def _beat_check(self, facts: Facts) -> HealthCheck:
         """Check that messages of beat arrive, as far as live workers with a broker know."""
-        age_s = beat_age_s(workers)
+        age_s = beat_age_s(facts.workers)
         if age_s is None:
             return HealthCheck("beat", True, "unknown, because no worker receives its messages")
         limit = show_duration(self.sweep_limit_s)
         detail = f"last message {show_duration(age_s)} ago, at most {limit}"
         return HealthCheck("beat", age_s <= self.sweep_limit_s, detail)
 
-    def _queues_check(self, workers: Sequence[RegisteredWorker]) -> HealthCheck:
+    def _queues_check(self, facts: Facts) -> HealthCheck:
         """Look for queues with late tasks and no live worker. A paused queue needs none."""
-        store, served = (
-            self.runtime.store,
-            {q for each in workers if each.is_alive for q in each.queues},
-        )
+        sweeps, served = facts.store.sweeps, {q for each in facts.alive for q in each.queues}
         queues: Sequence[str] = ()
         if served and ALL_QUEUES not in served:
-            policies = store.policies.read()
-            served |= {each.name for each in policies if each.kind == "queue" and each.is_paused}
-            names, _ = store.sweeps.next_queues(QueuePlace(), MOST_OTHER_QUEUES + len(served))
-            others = sorted(names - served)[:MOST_OTHER_QUEUES]
-            late = store.sweeps.levels(self.sweep_limit_s, others)
+            paused = (each for each in facts.policies if each.is_paused)
+            served |= {each.name for each in paused if each.kind == "queue"}
+            names, _ = sweeps.next_queues(QueuePlace(), MOST_OTHER_QUEUES + len(served))
+            late = sweeps.levels(self.sweep_limit_s, sorted(names - served)[:MOST_OTHER_QUEUES])
             queues = sorted({level.queue for level in late})
         if not queues:
             return HealthCheck("queues", True, "each queue with late tasks has a worker")
         text = f"no live worker serves {some_values(queues)}, where tasks are late"
         return HealthCheck("queues", False, text)
 
-    def _sweep_check(self, now: datetime) -> HealthCheck:
-        limit_s, partitions = self.sweep_limit_s, self.runtime.settings.sweep_partitions
-        sweeps = self.runtime.store.sweeps.last(partitions, limit_s, now)
-        ages = [sweep.age_s for sweep in sweeps if sweep.age_s is not None]
-        if len(ages) < len(sweeps):
+    def _sweep_check(self, facts: Facts) -> HealthCheck:
+        ages = [sweep.age_s for sweep in facts.sweeps if sweep.age_s is not None]
+        if len(ages) < len(facts.sweeps):
             return HealthCheck("sweep", False, "there was no sweep yet")
-        detail = f"{show_duration(max(ages))} ago, at most {show_duration(limit_s)}"
-        return HealthCheck("sweep", not any(sweep.is_late for sweep in sweeps), detail)
-
-
-def _lost_text(lost: Sequence[LostWorker], now: datetime) -> str:
-    """Return a clause about the lost workers, which does not change the result of the check."""
-    if not lost:
-        return ""
-    ago = show_duration((now - lost[0].lost_at).total_seconds())
-    more = f" (and {len(lost) - 1} more within the hour)" if len(lost) > 1 else ""
-    return f"; {lost[0].name} was lost {ago} ago{more}"
+        limit = show_duration(self.sweep_limit_s)
+        detail = f"{show_duration(max(ages))} ago, at most {limit}"
+        return HealthCheck("sweep", max(ages) <= self.sweep_limit_s, detail)

@@ -183,7 +183,7 @@ class DatabaseMetrics(Collector):
         """Return the metrics, and whether the database is down."""
         found: DeploymentState | None = None
         with suppress(StoreError):  # the value 0 of `delaytasks_database_up` reports it
-            found = read_tables(self._runtime.store, self._runtime.settings)
+            found = read_tables(self._runtime)
         return list(self._all(found)), found is None
 
     def _all(self, found: DeploymentState | None) -> Iterator[Metric]:

@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Select, Table, and_, case, func, null, select
+from sqlalchemy import ColumnElement, Connection, Select, Table, and_, func, select
 
 from delaytasks.broker.link import broker_error
 from delaytasks.db.database import Database
@@ -25,16 +25,15 @@ from delaytasks.db.sweep_queries import LostWorker, RegisteredWorker, SweepState
 from delaytasks.db.task_rows import distinct_values, has_status, levels_of, queues_after
 from delaytasks.db.types import db_now_plus, for_database, is_past, once
 from delaytasks.model.clock import AN_HOUR, hour_of
-from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import FINISHED, Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import DelayedTask
-from delaytasks.model.text import DEFER_MAX_S, DEFERRALS
+from delaytasks.model.text import DEFER_MAX_S
 from delaytasks.operate.policy_calls import with_counts
 from delaytasks.operate.searches import changed_at, failed_tasks, tasks_of_ids
 from delaytasks.operate.statistics import FailureGroup, recent_hours, recent_runs
-from delaytasks.operate.why import Reason, long_running, why_late
+from delaytasks.operate.why import Facts, Reason, waits_for
 from delaytasks.run.observers import error_pattern
 from delaytasks.settings import Settings
 
@@ -158,7 +157,7 @@ _EXPECTED_CODES = ("due", "limit", "paused")
 
 
 class OverdueGroup(NamedTuple):
-    """Overdue tasks of one queue and tag, and the reason why they have not begun."""
+    """Overdue tasks of one queue and tag, and the reason why one of them has not begun."""
 
     queue: str
     tag: str
@@ -222,24 +221,28 @@ def _is_deferred(t: Table, late_s: float) -> ColumnElement[bool]:
     return and_(_is_tried_soon(t, late_s), t.c.due_time <= once(db_now_plus(-late_s)))
 
 
-def overdue_rows(store: Store, late_s: float) -> list[Any]:
-    """Return queue, tag, cause, number and first due time of the largest groups of overdue tasks.
+def overdue_rows(store: Store, late_s: float) -> Sequence[Any]:
+    """Return queue, tag, number, first due time and first id of the largest groups of overdue
+    tasks."""
+    t, tasks = store.schema.tasks, func.count()
+    is_tried_soon = is_past(t.c.expected_time, db_now_plus(DEFER_MAX_S))
+    waits = select(t.c.queue, t.c.tag, _due(t), t.c.id)
+    c = waits.where(has_status(t, Status.NOT_COMPLETE), is_tried_soon).subquery().c
+    query = select(c.queue, c.tag, tasks, func.min(c.due), func.min(c.id))
+    query = query.where(c.due <= once(db_now_plus(-late_s))).group_by(c.queue, c.tag)
+    return store.database.rows(query.order_by(tasks.desc()).limit(MAX_EXPLAINED_GROUPS))
 
-    The cause is a code of `why.py` that says why a worker has deferred the tasks, or None.
-    """
-    t, found = store.schema.tasks, list[Any]()
-    waits = has_status(t, Status.NOT_COMPLETE)
-    codes = [(t.c.error_stack.startswith(begin), code) for code, begin in DEFERRALS.items()]
-    for where, cause in (
-        (and_(waits, is_past(t.c.expected_time, db_now_plus(-late_s))), null()),
-        (_is_deferred(t, late_s), case(*codes, else_="deferred")),
-    ):
-        tasks = func.count().label("tasks")
-        c = select(t.c.queue, t.c.tag, cause.label("cause"), _due(t)).where(where).subquery().c
-        query = select(c.queue, c.tag, c.cause, tasks, func.min(c.due))
-        query = query.group_by(c.queue, c.tag, c.cause).order_by(tasks.desc())
-        found += store.database.rows(query.limit(MAX_EXPLAINED_GROUPS))
-    return sorted(found, key=lambda row: -row.tasks)[:MAX_EXPLAINED_GROUPS]
+
+def _overdue_groups(facts: Facts) -> list[OverdueGroup]:
+    rows = overdue_rows(facts.store, facts.settings.grace_s)
+    samples = {task.id: task for task in tasks_of_ids(facts.store, [row[-1] for row in rows])}
+    groups = list[OverdueGroup]()
+    for queue, tag, tasks, oldest, id in rows:
+        if id in samples:
+            late_s = max((facts.now - oldest).total_seconds(), 0.0)
+            reason = waits_for(facts, samples[id])[0]
+            groups.append(OverdueGroup(queue, tag, tasks, oldest, late_s, reason))
+    return groups
 
 
 # -- Groups of failures that have the same tag and the same kind of error -------------------------
@@ -256,15 +259,6 @@ RECENT = timedelta(hours=1)
 RETRIED = (Status.NOT_COMPLETE, Status.HELD, Status.RUNNING)
 
 
-class RecentRuns(NamedTuple):
-    """The failed runs of a group in the present hour and the hour before."""
-
-    runs: int
-    since: datetime
-    #: Their share in the runs of the tag.
-    share: float
-
-
 @dataclass(frozen=True)
 class FailedNow:
     """Failures of one tag whose errors differ in numbers and quoted texts only."""
@@ -274,17 +268,17 @@ class FailedNow:
     pattern: str
     #: The FAILED task that failed last, or without one, the last task of the counted runs.
     sample: DelayedTask
-    #: The FAILED tasks that were read, and when the first one failed.
+    #: The FAILED tasks that were read.
     tasks: int
-    since: datetime | None
     #: All failed runs that are known, those of retried tasks included.
     runs: int
     first_at: datetime
     last_at: datetime
     #: Failed runs in each of the last hours, the oldest first.
     hours: Sequence[int]
-    #: None if no run was counted lately.
-    recent: RecentRuns | None
+    #: The failed runs that were counted since `recent_hours`, and their share in those of the tag.
+    recent: int
+    share: float
     #: Whether the last task of the counted runs waits for its retry.
     is_retried: bool
     #: Whether FAILED tasks of the group are of the last hour.
@@ -322,7 +316,6 @@ def groups_of(
     counted: Iterable[FailureGroup] = (),
     started: Mapping[str, int] = {},
     last_tasks: Iterable[DelayedTask] = (),
-    has_more: bool = False,
 ) -> list[FailedNow]:
     """Return the groups of FAILED tasks, those that failed last first.
 
@@ -334,8 +327,6 @@ def groups_of(
         What workers have counted, all recent runs by tag, and the tasks of the last counted runs.
         Groups without a FAILED task are returned too if the last task is FAILED, or waits for its
         retry.
-    has_more
-        Whether there are FAILED tasks that were not read.
     """
     members = defaultdict[tuple[str, str], list[DelayedTask]](list)
     for task in tasks:
@@ -344,41 +335,34 @@ def groups_of(
     lasts = {_key(task): task for task in last_tasks if task.status in (Status.FAILED, *RETRIED)}
 
     def group_of(key: tuple[str, str]) -> FailedNow:
-        mine, counted, last = members.get(key, ()), counts.get(key), lasts.get(key)
+        mine, of_runs, last = members.get(key, ()), counts.get(key), lasts.get(key)
         newest = max(mine, key=lambda task: (changed_at(task), task.id), default=last)
         assert newest is not None
-        times, recent = sorted(map(changed_at, mine)), None
-        since, hours, runs = min(times, default=None), Counter(map(hour_of, times)), len(mine)
-        is_retried = last is not None and last.status in RETRIED
-        if counted is not None:
+        times = sorted(map(changed_at, mine))
+        hours, runs, recent = Counter(map(hour_of, times)), len(mine), 0
+        if of_runs is not None:
             # Failures of the last minute, or of a killed worker, may be in the rows only.
-            hours |= Counter(counted.hours)
-            runs = max(runs, counted.runs)
-            if has_more and mine:
-                day = hour_of(now) - (SPARK_HOURS - 1) * AN_HOUR
-                since = min(filter(None, (since, counted.first_since(day))), default=None)
-            times = sorted([*times, counted.first_at, counted.last_at])
-            begin = recent_hours(now)
-            if (first := counted.first_since(begin)) is not None:
-                lately = sum(number for hour, number in counted.hours.items() if hour >= begin)
-                recent = RecentRuns(lately, first, lately / max(lately, started.get(key[0], 0)))
+            hours |= Counter(of_runs.hours)
+            runs = max(runs, of_runs.runs)
+            times = sorted([*times, of_runs.first_at, of_runs.last_at])
+            recent = sum(n for hour, n in of_runs.hours.items() if hour >= recent_hours(now))
+        is_retried = last is not None and last.status in RETRIED
+        # Without members, none of its FAILED tasks was read but the last one.
+        is_recent = now - changed_at(newest) <= RECENT if mine else recent > 0 and not is_retried
         return FailedNow(
             name=group_name(*key),
             tag=key[0],
             pattern=key[1],
             sample=newest,
             tasks=len(mine),
-            since=since,
             runs=runs,
             first_at=times[0],
             last_at=times[-1],
             hours=[hours[hour_of(now) - ago * AN_HOUR] for ago in reversed(range(SPARK_HOURS))],
             recent=recent,
+            share=recent / max(recent, started.get(key[0], 0), 1),
             is_retried=is_retried,
-            # Without members, none of its FAILED tasks was read but the last one.
-            is_news=now - changed_at(newest) <= RECENT
-            if mine
-            else recent is not None and not is_retried,
+            is_news=is_recent,
         )
 
     groups = [group_of(key) for key in {**members, **counts} if key in members or key in lasts]
@@ -422,13 +406,12 @@ def broker_down_s(workers: Iterable[RegisteredWorker]) -> float | None:
 
 @dataclass(frozen=True)
 class DeploymentState:
-    """The state of the tables and of the services. Without the database, the tables seem empty."""
+    """The state of the tables and of the services."""
 
     now: datetime
     #: The kind and the version of the database.
     server: str = ""
-    #: Why the database does not answer, and what is wrong with its role (`server_problem`).
-    error: StoreError | None = None
+    #: What is wrong with the role of the database (`server_problem`).
     problem: str | None = None
     #: Why the broker does not answer, as the process sees it that asks.
     broker_error: str | None = None
@@ -497,14 +480,10 @@ def ask_broker(runtime: Runtime) -> str | None:
 
 
 def read_state(runtime: Runtime, most_counted: int = MAX_COUNTED) -> DeploymentState:
-    """Read the state without asking the broker. An error of the database is in the result."""
-    store, now = runtime.store, runtime.clock.now()
-    try:
-        found = read_tables(store, runtime.settings, most_counted)
-        failed, has_all = failed_tasks(store) if found.failed else ([], True)
-        policies, held = with_counts(store.policies, found.policies)
-    except StoreError as error:
-        return DeploymentState(now, error=error)
+    """Read the state without asking the broker."""
+    store, found = runtime.store, read_tables(runtime, most_counted)
+    failed, has_all = failed_tasks(store) if found.failed else ([], True)
+    policies, held = with_counts(store.policies, found.policies)
     # Tasks may have moved between two queries. The sentences of the verdict contain the later
     # numbers, so the counts have them too.
     counts = dict(found.counts)
@@ -512,44 +491,33 @@ def read_state(runtime: Runtime, most_counted: int = MAX_COUNTED) -> DeploymentS
         counts[Status.HELD] = Count(held)
     if failed and has_all:
         counts[Status.FAILED] = Count(len(failed))
-    counted, started, late_starts = list[FailureGroup](), dict[str, int](), Counter[str]()
-    last: list[DelayedTask] = []
-    try:
-        counted, started, late_starts = recent_runs(store, now)
-        last = tasks_of_ids(store, [group.task_id for group in counted])
-    except StoreError:
-        pass  # the tables of statistics may be missing; FAILED tasks are known without them
+    counted, started, late_starts = recent_runs(store, found.now)
+    last = tasks_of_ids(store, [group.task_id for group in counted])
     return replace(
         found,
         counts=counts,
         policies=policies,
-        groups=groups_of(failed, now, counted, started, last, has_more=not has_all),
+        groups=groups_of(failed, found.now, counted, started, last),
         has_all_failures=has_all,
         late_starts=late_starts,
     )
 
 
-def read_tables(
-    store: Store, settings: Settings, most_counted: int = MAX_COUNTED
-) -> DeploymentState:
+def read_tables(runtime: Runtime, most_counted: int = MAX_COUNTED) -> DeploymentState:
     """Read what the tables say without failures, late starts and numbers of the policies.
 
     A number of tasks of a status that is larger than `most_counted` is the planner's estimate.
     """
-    database, now, late = store.database, store.tasks.now(), list[OverdueGroup]()
-    workers, policies = store.workers.registered(now, settings.silent_s), store.policies.read()
+    facts = Facts(runtime)
+    store, database, grace_s = facts.store, facts.store.database, facts.settings.grace_s
     counts = task_counts(store, most_counted)
-    overdue, first_due = count_overdue(store, settings.grace_s, most_counted)
-    if overdue:
-        facts = workers, policies, settings.namespace, long_running(store, now)
-        for queue, tag, cause, tasks, oldest in overdue_rows(store, settings.grace_s):
-            reason, late_s = why_late(queue, tag, cause, *facts), (now - oldest).total_seconds()
-            late.append(OverdueGroup(queue, tag, tasks, oldest, max(late_s, 0.0), reason))
-        if len(late) < MAX_EXPLAINED_GROUPS:  # these are all overdue tasks
-            first_due = min((group.oldest for group in late), default=None)
-            overdue = sum(group.tasks for group in late)
+    overdue, first_due = count_overdue(store, grace_s, most_counted)
+    late = _overdue_groups(facts) if overdue else []
+    if len(late) < MAX_EXPLAINED_GROUPS:  # these are all overdue tasks
+        first_due = min((group.oldest for group in late), default=None)
+        overdue = sum(group.tasks for group in late)
     return DeploymentState(
-        now,
+        facts.now,
         server=database.autocommitted(_server),
         problem=server_problem(database),
         counts=counts,
@@ -557,14 +525,14 @@ def read_tables(
         oldest=first_due,
         late=late,
         expired_leases=store.leases.count_expired(),
-        sweeps=store.sweeps.last(settings.sweep_partitions, settings.self_sweep_s, now),
-        workers=workers,
-        policies=policies,
+        sweeps=facts.sweeps,
+        workers=facts.workers,
+        policies=facts.policies,
         lost=store.workers.lost(),
     )
 
 
-# -- What happens now, by queue, tag and worker ---------------------------------------------------
+# -- What happens now, by queue and tag -----------------------------------------------------------
 
 # The rows that matter now run, are overdue, due soon or held, or have ended lately. Each part of a
 # read looks at a bounded number of rows through an index, so the cost does not grow with the table.
@@ -577,7 +545,7 @@ MOST_QUEUES = 100
 #: "Soon" and "lately" are a minute.
 PERIOD = timedelta(minutes=1)
 #: The columns of a row that matter here.
-_COLUMNS = "queue tag worker status expected_time due_time execution_time".split()
+_COLUMNS = "queue tag status expected_time due_time execution_time".split()
 
 
 @dataclass
@@ -644,24 +612,19 @@ class LiveSnapshot(NamedTuple):
     total: LiveGroup
     queues: Sequence[LiveGroup]
     tags: Sequence[LiveGroup]
-    #: The tasks that the processes of each worker run, by the worker's name.
-    running_of: Mapping[str, int]
     #: Whether there are more tasks than were read, so that the counts are too small.
     is_capped: bool
 
 
 def snapshot(store: Store, settings: Settings, state: DeploymentState) -> LiveSnapshot:
     """Read what happens now. `state` has the workers and the policies."""
-    now, grace_s, running_of = store.tasks.now(), settings.grace_s, Counter[str]()
+    now, grace_s = store.tasks.now(), settings.grace_s
     total, queues, tags = LiveGroup(""), dict[str, LiveGroup](), dict[str, LiveGroup]()
     parts = store.database.autocommitted(lambda on: list(live_rows(store, on, now, grace_s)))
     for row in chain(*parts):
         if row is not None:
             for group in (total, _of(queues, row.queue), _of(tags, row.tag)):
                 group.add(row, now, grace_s)
-            if row.status == Status.RUNNING:
-                process = row.worker or ""
-                running_of[process.rpartition("/")[0] or process] += 1
     for policy in state.paused:
         _of(tags if policy.kind == "tag" else queues, policy.name).is_paused = True
     for name in {queue for worker in state.alive for queue in worker.queues} - {ALL_QUEUES}:
@@ -671,7 +634,7 @@ def snapshot(store: Store, settings: Settings, state: DeploymentState) -> LiveSn
     for group in tags.values():
         group.workers = sum(group.name in (worker.tags or ()) for worker in state.alive)
     is_capped = any(len(part) >= MOST_ROWS for part in parts)
-    return LiveSnapshot(total, _ordered(queues), _ordered(tags), running_of, is_capped)
+    return LiveSnapshot(total, _ordered(queues), _ordered(tags), is_capped)
 
 
 def live_rows(

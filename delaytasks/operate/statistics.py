@@ -26,7 +26,7 @@ from delaytasks.db.statements import insert_if_absent
 from delaytasks.loops import CallGroup, Loop, twin, within
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import AN_HOUR, EPOCH, from_us, hour_of, to_us
-from delaytasks.model.errors import InvalidInputError, StoreError
+from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import Delay, check_instant, check_page_limit, check_tag, check_wait
 from delaytasks.model.moves import late_start
@@ -437,11 +437,6 @@ class FailureGroup:
         """The filters for `find` and the methods of `bulk` that select the tasks of this group."""
         return {"tag": self.tag, "error": self.pattern}
 
-    def first_since(self, begin: datetime) -> datetime | None:
-        """Return when the first run failed since the beginning of an hour; None without runs."""
-        hours = [hour for hour, runs in self.hours.items() if runs and hour >= begin]
-        return max(min(hours), self.first_at) if hours else None
-
 
 def recent_hours(now: datetime) -> datetime:
     """Return the beginning of the hour before the present one."""
@@ -633,12 +628,9 @@ def gather_on_time(
     promises not to exceed, if this process knows it, and what ended in the last hour and day.
     """
     promises = {each.tag: each.on_time_s for each in registry if each.on_time_s is not None}
-    try:
-        hour = statistics.totals(since="1h")
-        tags = {tag for tag, total in hour.items() if total.on_time_share is not None} | {*promises}
-        day = statistics.totals(since="1d", tags=sorted(tags))
-    except StoreError:
-        return []  # the state of the deployment has the error
+    hour = statistics.totals(since="1h")
+    tags = {tag for tag, total in hour.items() if total.on_time_share is not None} | {*promises}
+    day = statistics.totals(since="1d", tags=sorted(tags))
     return [
         (tag, promises.get(tag), hour.get(tag, RunTotals()), total)
         for tag, total in day.items()

@@ -1,14 +1,14 @@
 """Explain why a task has not run, or how it ended.
 
-Each rule is a function that yields the reasons of one kind. `_waiting` has the rules for a task
-that waits, those first that an operator can end. The verdict takes its reasons for many late tasks
-from `why_late`, which shares the sentences.
+Each rule is a function that yields the reasons of one kind. `waits_for` has those of a task that
+waits, first what an operator can end. The verdict explains a group of late tasks by one of them, so
+these sentences are about its tag and its queue.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import cached_property
 from shlex import quote
@@ -17,20 +17,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sqlalchemy import func, select
 
 from delaytasks.broker.link import broker_error
-from delaytasks.db.policy_rows import is_entry_of
-from delaytasks.db.sweep_queries import RegisteredWorker
+from delaytasks.db.sweep_queries import RegisteredWorker, SweepState
 from delaytasks.db.task_rows import has_status
-from delaytasks.model.body import PREFIX, name_in, names_of
 from delaytasks.model.clock import MAX_ID, first_id, from_us
 from delaytasks.model.inputs import processor_tag, show_duration
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
-from delaytasks.model.task import ASKED, DelayedTask, is_encrypted
+from delaytasks.model.task import ASKED, DelayedTask
 from delaytasks.model.text import DEFERRALS, MOST_NAMES, count, one_more_worker, some_values
 from delaytasks.operate.texts import last_line, show_instant
 
 if TYPE_CHECKING:
-    from delaytasks.db.store import Store
     from delaytasks.runtime import Runtime
 
 
@@ -52,147 +49,7 @@ class Reason(NamedTuple):
         return f"{self.sentence} {self.remedy}".rstrip()
 
 
-# -- one task, and what is read about it ----------------------------------------------------------
-
-
-#: A waitlist is counted up to this number.
-MOST_WAITLIST_COUNTED = 10_000
-#: The ids of a minute: a cancel and its log entry have the times of the clocks of two machines.
-IDS_AROUND = first_id(from_us(60_000_000)) - first_id(from_us(0))
-#: The key of a task that a recurring schedule has made: its name and the time of the occurrence.
-_RECURRING_KEY = re.compile(r"(.+)@[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z")
-
-
-class _Case:
-    """A task to explain. A rule reads from an index what it needs to know.
-
-    Instants are those of the database, whose clock decides what is due.
-    """
-
-    def __init__(self, runtime: Runtime, task: DelayedTask) -> None:
-        self.runtime, self.task = runtime, task
-        self.store, self.settings = runtime.store, runtime.settings
-        self.now = self.store.tasks.now()
-        #: Seconds until the next try; negative if it should have begun.
-        self.wait_s = (task.expected_time - self.now).total_seconds()
-        self.late_s = (self.now - task.due).total_seconds()
-
-    @cached_property
-    def workers(self) -> Sequence[RegisteredWorker]:
-        return self.store.workers.registered(self.now, self.settings.silent_s)
-
-    @cached_property
-    def policies(self) -> Sequence[Policy]:
-        """The policies of the task's tag and queue."""
-        return self.store.policies.read(("tag", self.task.tag), ("queue", self.task.queue))
-
-    @cached_property
-    def swept_s(self) -> float | None:
-        """Seconds since the last sweep of all partitions; None if there was none."""
-        number, late_s = self.settings.sweep_partitions, self.settings.self_sweep_s
-        ages = [sweep.age_s for sweep in self.store.sweeps.last(number, late_s, self.now)]
-        return max((age_s for age_s in ages if age_s is not None), default=None)
-
-    def count_running(self, key: str | None = None) -> int:
-        """Count the running tasks of the tag, or those of a limit key."""
-        t = self.store.schema.tasks
-        where = [has_status(t, Status.RUNNING), t.c.tag == self.task.tag]
-        return self._count(select(t.c.id).where(*where, *([t.c.limit_key == key] if key else [])))
-
-    def count_waitlist(self) -> int:
-        w = self.store.schema.waitlists.c
-        mine = select(w.task_id).where(w.queue == self.task.queue, w.tag == self.task.tag)
-        return self._count(mine.limit(MOST_WAITLIST_COUNTED))
-
-    def is_in_waitlist(self) -> bool:
-        if self.task.status is not Status.HELD:
-            return False
-        waitlist = self.store.schema.waitlists
-        return bool(self.first(select(waitlist.c.task_id).where(is_entry_of(waitlist, self.task))))
-
-    def first(self, query: Any) -> Any:
-        """Return the first row of a query; None if there is none."""
-        return next(iter(self.store.database.rows(query.limit(1))), None)
-
-    def _count(self, rows: Any) -> int:
-        return int(self.first(select(func.count()).select_from(rows.subquery()))[0])
-
-
-def why(runtime: Runtime, task: DelayedTask) -> list[Reason]:
-    """Return the reasons why a task has not run, or how it ended, the most important one first.
-
-    For a task that runs or has ended, the first reason is its status. There is at least one.
-    """
-    case = _Case(runtime, task)
-    rules = _OF_STATUS.get(task.status)
-    reasons = list(_waiting(case) if rules is None else rules(case))
-    return [*reasons, *_recurring(case)]
-
-
-def _waiting(case: _Case) -> Iterator[Reason]:
-    """Yield what the task waits for, or else that it is due, and then what is wrong around it."""
-    rules = (_paused, _limited, _not_due, _unserved, _no_key)
-    found = [reason for rule in rules for reason in rule(case)]
-    yield from found or _due(case)
-    yield from _transport(case)
-    yield from _expired(case)
-
-
-# -- why no worker takes the tasks of a queue and a tag -------------------------------------------
-
-
-def unserved(
-    queue: str, tag: str, workers: Sequence[RegisteredWorker], namespace: str
-) -> Reason | None:
-    """Return why no live worker can run tasks of this queue and tag; None if one probably can.
-
-    `namespace` is the prefix of the queues in the broker.
-    """
-    serving = [each for each in workers if each.is_alive and each.serves(queue)]
-    if not serving:
-        return _no_worker(queue, workers, namespace)
-    known_as = {tag, processor_tag(tag)}
-    if any(each.tags is None or known_as & each.tags for each in serving):
-        return None
-    names = some_values([each.name for each in serving], MOST_NAMES)
-    return Reason(
-        "no_processor",
-        f"No worker of the queue {queue} has a processor for the tag {tag} ({names}).",
-        "Import the module of the processor in the worker (Celery's imports or include), or "
-        "correct the tag.",
-    )
-
-
-def _no_worker(queue: str, workers: Sequence[RegisteredWorker], namespace: str) -> Reason:
-    sentence = f"No live worker serves the queue {queue}"
-    alive = [worker for worker in workers if worker.is_alive]
-    silent = [worker for worker in workers if worker.serves(queue)]
-    live_queues = sorted({name for worker in alive for name in worker.queues})
-    remedy = "Start a worker: celery -A … worker"
-    if live_queues:
-        remedy = one_more_worker([queue], namespace)
-    elif alive:  # -Q of the live workers names none of our queues
-        name = quote(f"{namespace}.{queue}")
-        more = f"or start one more: celery -A … worker -Q {name}"
-        remedy = f"Add {name} to the -Q of a worker, {more}"
-    if silent:
-        last = min(silent, key=lambda worker: worker.age_s)
-        sentence += f"; {last.name}, which did, was seen {show_duration(last.age_s)} ago"
-    elif alive:
-        served = some_values(live_queues, MOST_NAMES) or "no queue of delaytasks"
-        names = some_values([each.name for each in alive], MOST_NAMES)
-        sentence += f"; live workers serve {served} ({names})"
-    elif not workers:
-        sentence += "; no worker runs"
-    return Reason("no_worker", f"{sentence}.", remedy)
-
-
-class LongRunning(NamedTuple):
-    """The running tasks of a tag, and for how long the first of them has run."""
-
-    tag: str
-    tasks: int
-    for_s: float
+# -- what explains tasks --------------------------------------------------------------------------
 
 
 #: Tags in the answer to what occupies the processes.
@@ -201,195 +58,267 @@ MOST_RUNNING_TAGS = 3
 LONG_RUN_S = 5.0
 
 
-def long_running(store: Store, now: datetime) -> list[LongRunning]:
-    """Return those of the tags with the most running tasks whose tasks run for long.
+class Facts:
+    """What a deployment has, read when it is asked for the first time.
 
-    A few rows for each process are read.
+    Instants are those of the database, whose clock decides what is due.
     """
-    t = store.schema.tasks
-    query = select(t.c.tag, func.count(), func.min(t.c.execution_time))
-    query = query.where(has_status(t, Status.RUNNING), t.c.execution_time.is_not(None))
-    query = query.group_by(t.c.tag).order_by(func.count().desc()).limit(MOST_RUNNING_TAGS)
-    rows = store.database.rows(query)
-    found = [LongRunning(tag, n, (now - since).total_seconds()) for tag, n, since in rows]
-    return [one for one in found if one.for_s > LONG_RUN_S]
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime, self.store, self.settings = runtime, runtime.store, runtime.settings
+        self.now = self.store.tasks.now()
+
+    @cached_property
+    def workers(self) -> Sequence[RegisteredWorker]:
+        return self.store.workers.registered(self.now, self.settings.silent_s)
+
+    @property
+    def alive(self) -> list[RegisteredWorker]:
+        return [worker for worker in self.workers if worker.is_alive]
+
+    def serving(self, queue: str) -> list[RegisteredWorker]:
+        """Return the live workers that serve a queue."""
+        return [worker for worker in self.alive if worker.serves(queue)]
+
+    @cached_property
+    def policies(self) -> Sequence[Policy]:
+        return self.store.policies.read()
+
+    def policies_of(self, task: DelayedTask) -> list[Policy]:
+        """Return the policies of the task's tag and queue."""
+        names = ("tag", task.tag), ("queue", task.queue)
+        return [policy for policy in self.policies if (policy.kind, policy.name) in names]
+
+    @cached_property
+    def sweeps(self) -> Sequence[SweepState]:
+        """The last sweep of each partition."""
+        number, late_s = self.settings.sweep_partitions, self.settings.self_sweep_s
+        return self.store.sweeps.last(number, late_s, self.now)
+
+    @cached_property
+    def long_running(self) -> list[tuple[str, int, float]]:
+        """The tags with the most running tasks, if these run for long, the number of these tasks,
+        and for how many seconds the first of them has run. A few rows for each process are read."""
+        t = self.store.schema.tasks
+        query = select(t.c.tag, func.count(), func.min(t.c.execution_time))
+        query = query.where(has_status(t, Status.RUNNING), t.c.execution_time.is_not(None))
+        query = query.group_by(t.c.tag).order_by(func.count().desc()).limit(MOST_RUNNING_TAGS)
+        rows = self.store.database.rows(query)
+        found = [(tag, number, (self.now - since).total_seconds()) for tag, number, since in rows]
+        return [each for each in found if each[-1] > LONG_RUN_S]
+
+    def first(self, query: Any) -> Any:
+        """Return the first row of a query; None if there is none."""
+        return next(iter(self.store.database.rows(query.limit(1))), None)
+
+    def count(self, rows: Any) -> int:
+        return int(self.first(select(func.count()).select_from(rows.subquery()))[0])
 
 
-def all_busy(
-    queue: str, workers: Iterable[RegisteredWorker], running: Sequence[LongRunning]
-) -> Reason | None:
-    """Return which tasks occupy all processes of the workers of a queue for long, if any do."""
-    serving = [each for each in workers if each.is_alive and each.serves(queue)]
-    processes = sum(each.concurrency for each in serving)
-    if not running or any(each.busy is None or each.busy < each.concurrency for each in serving):
-        return None
-    named = ", ".join(
-        f"{one.tag} ({one.tasks:,}, the first since {show_duration(one.for_s)})" for one in running
-    )
-    return Reason(
-        "busy",
-        f"All {count(processes, 'process', 'processes')} of the workers of the queue {queue} are "
-        f"busy, for long with {named}.",
-        "If they hang, give their processors a time_limit, and restart the workers.",
-        running[0].tag,
-    )
+#: A rule for the reasons of a task.
+Rule = Callable[[Facts, DelayedTask], Iterator[Reason]]
+
+
+def why(runtime: Runtime, task: DelayedTask) -> list[Reason]:
+    """Return the reasons why a task has not run, or how it ended, the most important one first.
+
+    For a task that runs or has ended, the first reason is its status. There is at least one.
+    """
+    facts, ended = Facts(runtime), _OF_STATUS.get(task.status)
+    if ended is not None:
+        return [*ended(facts, task), *_recurring(facts, task)]
+    rules: tuple[Rule, ...] = (_transport, _expired, _recurring)
+    return waits_for(facts, task) + [reason for rule in rules for reason in rule(facts, task)]
+
+
+def waits_for(facts: Facts, task: DelayedTask) -> list[Reason]:
+    """Return what a task waits for, or else that it is due."""
+    rules: tuple[Rule, ...] = (_paused, _limited, _future, _unserved, _deferred)
+    found = [reason for rule in rules for reason in rule(facts, task)]
+    return found or [_due(facts, task)]
 
 
 # -- a task that waits ----------------------------------------------------------------------------
 
 
-def _paused(case: _Case) -> Iterator[Reason]:
-    for policy in case.policies:
-        if not policy.is_paused:
-            continue
-        by = f" by {policy.updated_by}" if policy.updated_by else ""
-        since, until = policy.update_time, policy.paused_until
-        sentence = f"The {policy.kind} {policy.name} is paused{by}"
-        if since is not None:
-            ago = show_duration((case.now - since).total_seconds())
-            sentence += f" since {show_instant(since)} ({ago})"
-        sentence += "" if until is None else f", until {show_instant(until)}"
-        remedy = f"To resume it: delaytasks resume --{policy.kind} {quote(policy.name)}"
-        yield Reason("paused", f"{sentence}.", remedy, policy.name)
+#: A waitlist is counted up to this number.
+MOST_WAITLIST_COUNTED = 10_000
+#: For each deferral, the remedy.
+_REMEDIES = {
+    "no_processor": "Import the module of the processor in a worker of the queue.",
+    "no_key": "Give the workers the key (delaytasks_encryption_keys).",
+    "no_time_limits": "Start a worker of the queue with -P prefork.",
+    "newer_body": "Deploy the new code to the workers.",
+}
 
 
-def _limited(case: _Case) -> Iterator[Reason]:
-    task = case.task
-    policy = next((each for each in case.policies if each.kind == "tag" and each.has_limits), None)
-    is_waiting = case.is_in_waitlist()
-    running = case.count_running() if policy is not None else 0
-    is_due = task.status is Status.NOT_COMPLETE and case.wait_s <= 0
-    if policy is not None and policy.concurrency is not None:
-        is_waiting |= is_due and running >= policy.concurrency
-    sentence = f"It waits for the limit of the tag {task.tag}"
-    if is_waiting and policy is None:
-        yield Reason("limit", f"{sentence}: the limit was removed a moment ago.")
-    elif is_waiting and policy is not None:
-        sentence += f": {_limits(case, policy, running)}"
-        if waiting := case.count_waitlist():
-            sentence += f". Its waitlist has {count(waiting, 'task')}"
-        remedy = f"To change the limit: delaytasks limit --tag {quote(task.tag)}"
-        yield Reason("limit", f"{sentence}.", remedy, task.tag)
-    elif task.status is Status.HELD and not any(each.is_paused for each in case.policies):
+def _paused(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
+    for policy in facts.policies_of(task):
+        if policy.is_paused:
+            remedy = f"To resume it: delaytasks resume --{policy.kind} {quote(policy.name)}"
+            sentence = pause_of(policy, facts.now, show_instant)
+            yield Reason("paused", sentence, remedy, policy.name)
+
+
+def pause_of(policy: Policy, now: datetime, show: Callable[[datetime], str]) -> str:
+    """Return who has paused a tag or a queue, since when, until when, and what is held.
+
+    `show` returns the text of an instant.
+    """
+    sentence = f"The {policy.kind} {policy.name} is paused"
+    if policy.updated_by:
+        sentence += f" by {policy.updated_by}"
+    if policy.update_time is not None:
+        ago = show_duration((now - policy.update_time).total_seconds())
+        sentence += f" since {show(policy.update_time)} ({ago})"
+    if policy.paused_until is not None:
+        sentence += f", until {show(policy.paused_until)}"
+    return f"{sentence}, {policy.held:,} held." if policy.held else f"{sentence}."
+
+
+def _limited(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
+    policies, is_held = facts.policies_of(task), task.status is Status.HELD
+    if any(policy.is_paused for policy in policies):
+        return
+    policy = next((policy for policy in policies if policy.has_limits), None)
+    if policy is not None:
+        t, w = facts.store.schema.tasks, facts.store.schema.waitlists.c
+        of_tag = has_status(t, Status.RUNNING), t.c.tag == task.tag
+        running = facts.count(select(t.c.id).where(*of_tag))
+        is_full = policy.concurrency is not None and running >= policy.concurrency
+        if is_held or (is_full and task.expected_time <= facts.now):
+            waitlist = select(w.task_id).where(w.queue == task.queue, w.tag == task.tag)
+            waiting = facts.count(waitlist.limit(MOST_WAITLIST_COUNTED))
+            sentence = f"The limit of the tag {task.tag} is used up ({limits_of(policy)})."
+            numbers = f"Running: {running:,}; in the waitlist: {waiting:,}."
+            remedy = f"To change the limit: delaytasks limit --tag {quote(task.tag)}"
+            yield Reason("limit", f"{sentence} {numbers}", remedy, task.tag)
+    elif is_held:
         text = "It is HELD, and nothing holds it. A sweep releases it within about a minute."
         yield Reason("held", text)
 
 
-def _limits(case: _Case, policy: Policy, running: int) -> str:
-    texts, key = [], case.task.limit_key
-    if policy.concurrency is not None:
-        texts.append(f"{policy.concurrency} may run at the same time, and {running} do")
-    if policy.concurrency_per_key is not None and key is not None:
-        of_key = case.count_running(key)
-        texts.append(f"{policy.concurrency_per_key} of the key {key} may run, and {of_key} do")
-    if policy.rate_text is not None:
-        texts.append(f"its rate is {policy.rate_text}")
-    return "; ".join(texts) or "its capacity is used"
+def limits_of(policy: Policy) -> str:
+    """Return the limits of a tag in words."""
+    limits = {
+        "concurrency": policy.concurrency,
+        "of each key": policy.concurrency_per_key,
+        "rate": policy.rate_text,
+    }
+    return ", ".join(f"{name} {limit}" for name, limit in limits.items() if limit is not None)
 
 
-#: For each deferral, why workers could not run the tasks of a tag, and the remedy.
-_DEFERRED = {
-    "no_processor": (
-        "no worker that tried has a processor for the tag {tag}",
-        "Import the module of the processor in a worker of the queue.",
-    ),
-    "no_key": (
-        "no worker that tried has the key of the body",
-        "Give the workers the key (delaytasks_encryption_keys).",
-    ),
-    "no_time_limits": (
-        "the tag {tag} has time limits, which need a worker with -P prefork",
-        "Start a worker of the queue with -P prefork.",
-    ),
-    "newer_body": (
-        "the body is of a newer version of the tag {tag} than the processors of the workers",
-        "Deploy the new code to the workers.",
-    ),
-    "deferred": ("a worker could not run it", ""),
-}
-
-
-def deferral_of(error: str | None) -> str | None:
-    """Return the code of the reason for a deferral, from the error that the worker wrote."""
-    found = (code for code, begin in DEFERRALS.items() if error and error.startswith(begin))
-    return next(found, None)
-
-
-def _not_due(case: _Case) -> Iterator[Reason]:
-    task, error = case.task, last_line(case.task.error)
-    if case.wait_s <= 0:
+def _future(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
+    if task.due <= facts.now:
         return
-    at = f"{show_instant(task.expected_time)}, in {show_duration(case.wait_s)}"
-    if task.due <= case.now:
-        cause, ago = deferral_of(task.error) or "deferred", show_duration(case.late_s)
-        text = (
-            f"It was due {ago} ago, and no worker could run it: {error}. The next try is at {at}."
-        )
-        yield Reason(cause, text, _DEFERRED[cause][1])
-    elif task.runs and error:
+    error, at = last_line(task.error), _next_try(facts, task)
+    if task.runs and error:
         text = f"Attempt {task.runs} failed: {error}. Retry {task.runs} is due at {at}."
         yield Reason("retry", text, f"To run it now: delaytasks reschedule {task.id} --delay 0")
     else:
         yield Reason("future", f"It is due at {at}, by the clock of the database.")
 
 
-def _unserved(case: _Case) -> Iterator[Reason]:
-    task = case.task
-    reason = unserved(task.queue, task.tag, case.workers, case.settings.namespace)
-    if reason is not None and reason.code != deferral_of(task.error):  # the row has told it
-        yield reason
+def _next_try(facts: Facts, task: DelayedTask) -> str:
+    wait_s = (task.expected_time - facts.now).total_seconds()
+    return f"{show_instant(task.expected_time)}, in {show_duration(wait_s)}"
 
 
-def _no_key(case: _Case) -> Iterator[Reason]:
-    body = case.task.body_json
-    name = name_in(body) if is_encrypted(body) else None
-    if name is None or name in names_of(case.settings.encryption_keys):
-        return
-    if deferral_of(case.task.error) != "no_key":
-        yield Reason(
-            "no_key_here",
-            f"Its body begins with {body[: len(PREFIX)]} and needs the key {name}, which "
-            "this process does not have.",
-            "Check that the workers have it (delaytasks_encryption_keys).",
-        )
+def _unserved(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
+    """Yield why no live worker can run tasks of the queue and the tag, unless one probably can."""
+    serving, known_as = facts.serving(task.queue), {task.tag, processor_tag(task.tag)}
+    if not serving:
+        yield _no_worker(facts, task.queue)
+    elif all(each.tags is not None and not known_as & each.tags for each in serving):
+        if _deferral(task) != "no_processor":  # the row tells it, and the next try
+            names = some_values([each.name for each in serving], MOST_NAMES)
+            yield Reason(
+                "no_processor",
+                f"No worker of the queue {task.queue} has a processor for the tag {task.tag} "
+                f"({names}).",
+                "Import the module of the processor in the worker (Celery's imports or include), "
+                "or correct the tag.",
+            )
 
 
-def _due(case: _Case) -> Iterator[Reason]:
-    task, swept_s, settings = case.task, case.swept_s, case.settings
-    sentence, lost = f"It is due since {show_duration(case.late_s)}", ""
+def _no_worker(facts: Facts, queue: str) -> Reason:
+    sentence = f"No live worker serves the queue {queue}"
+    remedy = "Start a worker: celery -A … worker"
+    if facts.alive:
+        queues = sorted({name for worker in facts.alive for name in worker.queues})
+        served = some_values(queues, MOST_NAMES) or "no queue of delaytasks"
+        names = some_values([worker.name for worker in facts.alive], MOST_NAMES)
+        sentence += f"; live workers serve {served} ({names})"
+        remedy = one_more_worker([queue], facts.settings.namespace)
+    if silent := [worker for worker in facts.workers if worker.serves(queue)]:
+        last = min(silent, key=lambda worker: worker.age_s)
+        sentence += f"; {last.name}, which did, was seen {show_duration(last.age_s)} ago"
+    return Reason("no_worker", f"{sentence}.", remedy)
+
+
+def _deferral(task: DelayedTask) -> str:
+    """Return the code of the reason for a deferral, from the error that the worker wrote."""
+    error = task.error or ""
+    found = (code for code, begin in DEFERRALS.items() if error.startswith(begin))
+    return next(found, "deferred")
+
+
+def _deferred(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
+    if task.due <= facts.now < task.expected_time:
+        cause, error = _deferral(task), last_line(task.error).partition("; next try at ")[0]
+        tried = f"No worker could run the tag {task.tag} when it was tried: {error}."
+        text = f"{tried} The next try is at {_next_try(facts, task)}."
+        yield Reason(cause, text, _REMEDIES.get(cause, ""))
+
+
+def _due(facts: Facts, task: DelayedTask) -> Reason:
+    """Return what keeps workers from a task that is due, if anything does."""
+    if (facts.now - task.due).total_seconds() > facts.settings.grace_s:
+        if busy := _all_busy(facts, task.queue):
+            return busy
+        ages = [sweep.age_s for sweep in facts.sweeps if sweep.age_s is not None]
+        if not ages or max(ages) > facts.settings.self_sweep_s:
+            last = f"the last was {show_duration(max(ages))} ago" if ages else "there was none yet"
+            text = f"No sweep looks for overdue tasks: {last}."
+            return Reason("no_sweep", text, "Check that beat and a worker run.")
+    lost = ""
     if task.lapses:
         times = count(task.lapses, "time")
         lost = f"; {times} in a row the worker died or lost its lease while the task ran"
-    is_swept = swept_s is not None and swept_s <= settings.self_sweep_s
-    if case.late_s > settings.grace_s:
-        if busy := all_busy(task.queue, case.workers, long_running(case.store, case.now)):
-            yield busy
-            return
-        if not is_swept:
-            ago = "" if swept_s is None else show_duration(swept_s)
-            swept = f"the last sweep was {ago} ago" if ago else "there was no sweep yet"
-            text = f"{sentence}, and no sweep looks for overdue tasks: {swept}{lost}."
-            yield Reason("no_sweep", text, "Check that beat and a worker run.")
-            return
-    yield Reason("due", f"{sentence}, and a worker should take it soon{lost}.")
+    return Reason("due", f"A worker of the queue {task.queue} should be free soon{lost}.")
 
 
-def _transport(case: _Case) -> Iterator[Reason]:
+def _all_busy(facts: Facts, queue: str) -> Reason | None:
+    """Return which tasks occupy all processes of the workers of a queue for long, if any do."""
+    serving, running = facts.serving(queue), facts.long_running
+    processes = sum(each.concurrency for each in serving)
+    if not running or any(each.busy is None or each.busy < each.concurrency for each in serving):
+        return None
+    named = ", ".join(
+        f"{tag} ({number:,}, the first since {show_duration(for_s)})"
+        for tag, number, for_s in running
+    )
+    return Reason(
+        "busy",
+        f"All {count(processes, 'process', 'processes')} of the workers of the queue {queue} are "
+        f"busy, for long with {named}.",
+        "If they hang, give their processors a time_limit, and restart the workers.",
+        running[0][0],
+    )
+
+
+def _transport(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
     """Ask the broker and the timer, if the task waits for them now."""
-    settings, timer, horizon_s = case.settings, case.runtime.redis_timer, case.settings.horizon_s
-    is_due_soon = horizon_s is None or case.wait_s <= horizon_s
-    if case.task.status is Status.HELD or not (settings.uses_broker and is_due_soon):
-        return
+    settings, timer = facts.settings, facts.runtime.redis_timer
     limit_s = settings.publish_limit_s
-    error = broker_error(case.runtime.celery, limit_s)
+    wait_s, horizon_s = (task.expected_time - facts.now).total_seconds(), settings.horizon_s
+    is_due_soon = horizon_s is None or wait_s <= horizon_s
+    if task.status is Status.HELD or not (settings.uses_broker and is_due_soon):
+        return
+    error = broker_error(facts.runtime.celery, limit_s)
     if error is not None:
-        yield Reason(
-            "broker_down",
-            f"The broker does not answer: {error}. Until it does, each worker reads the tasks of "
-            f"its own queues from the table, every {show_duration(settings.self_sweep_s)}.",
-            "Bring the broker back.",
-        )
-    if timer is not None and timer.counts([case.task.queue]) is None:
+        yield Reason("broker_down", broker_down(error), "Bring the broker back.")
+    if timer is not None and timer.counts([task.queue]) is None:
         yield Reason(
             "timer_down",
             f"The Redis of the timer does not answer: no answer within {limit_s:g} s. Until it "
@@ -398,31 +327,33 @@ def _transport(case: _Case) -> Iterator[Reason]:
         )
 
 
-def _expired(case: _Case) -> Iterator[Reason]:
-    max_late_s = case.task.max_late_s
-    if max_late_s is not None and case.late_s > max_late_s:
+def broker_down(error: str, since: str = "") -> str:
+    """Return that the broker does not answer, and what this means. `since` says since when."""
+    fact = f"has not answered {since}" if since else "does not answer"
+    return f"The broker {fact}; workers read the table, so tasks start a few seconds late: {error}"
+
+
+def _expired(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
+    late_s, max_late_s = (facts.now - task.due).total_seconds(), task.max_late_s
+    if max_late_s is not None and late_s > max_late_s:
         yield Reason(
             "expired",
             f"It has expired: it may be {show_duration(max_late_s)} late. The worker that takes it "
             "cancels it instead of running it.",
-            f"To run it nevertheless: delaytasks reschedule {case.task.id} --delay 0",
+            f"To run it nevertheless: delaytasks reschedule {task.id} --delay 0",
         )
 
 
 # -- a task that runs or has ended ----------------------------------------------------------------
 
 
-def _running(case: _Case) -> Iterator[Reason]:
-    task, until = case.task, case.task.lease_until
-    end = "(unknown)" if until is None else show_instant(until)
-    if until is not None and until < case.now:
-        yield Reason(
-            "lease_over",
-            f"The worker process {task.worker} died or lost its lease at {end}. "
-            "The next sweep gives the task to another worker.",
-            "" if case.swept_s is not None else "Check that beat or a worker runs.",
-        )
+def _running(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
+    until = task.lease_until
+    if until is not None and until < facts.now:
+        text = f"The worker process {task.worker} died or lost its lease at {show_instant(until)}."
+        yield Reason("lease_over", f"{text} The next sweep gives the task to another worker.")
         return
+    end = "(unknown)" if until is None else show_instant(until)
     sentence = f"It runs{_begun(task)}; its lease lasts until {end}."
     if task.cancel_request:
         yield Reason("running", f"{sentence} A caller has asked it to stop.")
@@ -431,21 +362,19 @@ def _running(case: _Case) -> Iterator[Reason]:
         yield Reason("running", sentence, remedy)
 
 
-def _done(case: _Case) -> Iterator[Reason]:
-    yield Reason("done", f"It is done: it ran{_begun(case.task)}.")
+def _done(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
+    yield Reason("done", f"It is done: it ran{_begun(task)}.")
 
 
-def _failed(case: _Case) -> Iterator[Reason]:
-    task = case.task
+def _failed(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
     times = f" after {count(task.runs, 'attempt')}" if task.runs > 1 else ""
     text = f"It failed{times}{_at(task.update_time)}: {last_line(task.error)}."
     yield Reason("failed", text, f"To run it again: delaytasks rerun {task.id}")
 
 
-def _cancelled(case: _Case) -> Iterator[Reason]:
-    task, entry = case.task, _cancelled_by(case)
+def _cancelled(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
+    entry, error = _cancelled_by(facts, task), last_line(task.error)
     by = "" if entry is None else f" by {entry.actor} (entry {entry.id} of the log)"
-    error = last_line(task.error)
     yield Reason(
         "cancelled",
         f"It was cancelled{_at(task.update_time)}{by}{f': {error}' if error else ''}.",
@@ -454,7 +383,7 @@ def _cancelled(case: _Case) -> Iterator[Reason]:
     )
 
 
-_OF_STATUS = {
+_OF_STATUS: dict[Status, Rule] = {
     Status.RUNNING: _running,
     Status.DONE: _done,
     Status.FAILED: _failed,
@@ -466,20 +395,24 @@ def _at(instant: datetime | None) -> str:
     return "" if instant is None else f" at {show_instant(instant)}"
 
 
-def _cancelled_by(case: _Case) -> Any:
+#: The ids of a minute: a cancel and its log entry have the times of the clocks of two machines.
+IDS_AROUND = first_id(from_us(60_000_000)) - first_id(from_us(0))
+
+
+def _cancelled_by(facts: Facts, task: DelayedTask) -> Any:
     """Return the log entry of the action that has cancelled the task."""
-    task, a = case.task, case.store.schema.audit.c
+    a = facts.store.schema.audit.c
     if task.update_time is None:
         return None
     query = select(a.id, a.actor).order_by(a.id.desc())
     if (task.cancel_request or ASKED) != ASKED:
-        return case.first(query.where(a.id == task.cancel_request))  # with other tasks
+        return facts.first(query.where(a.id == task.cancel_request))  # with other tasks
     # By a person in the console. The ids of the entries contain their times, so the primary key
     # leads to those of that time.
     near = min(first_id(task.update_time), MAX_ID - IDS_AROUND)
     is_mine = a.filter.contains(f'"id":"{task.id}"', autoescape=True)
     is_near = a.id >= near - IDS_AROUND, a.id < near + IDS_AROUND
-    return case.first(query.where(*is_near, a.action == "cancel_task", a.changed > 0, is_mine))
+    return facts.first(query.where(*is_near, a.action == "cancel_task", a.changed > 0, is_mine))
 
 
 #: Why one or many runs began late, by the name of the `LateReason`.
@@ -519,54 +452,18 @@ def _begun(task: DelayedTask) -> str:
 # -- for each task --------------------------------------------------------------------------------
 
 
-def _recurring(case: _Case) -> Iterator[Reason]:
+#: The key of a task that a recurring schedule has made: its name and the time of the occurrence.
+_RECURRING_KEY = re.compile(r"(.+)@[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z")
+
+
+def _recurring(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
     """Name the recurring schedule that has made the task."""
-    match = _RECURRING_KEY.fullmatch(case.task.key or "")
-    if match is None:
-        return
-    r = case.store.schema.recurring.c
-    columns = r.name, r.timing, r.is_paused, r.next_at
-    found = case.first(select(*columns).where(r.name == match[1], r.tag == case.task.tag))
-    if found is None:
-        return
-    name, timing, is_paused, next_at = found
-    then = "it has no further occurrence"
-    if is_paused:
-        then = "it is paused"
-    elif next_at is not None:
-        then = f"the next occurrence without a task is at {show_instant(next_at)}"
-    text = f"It is a task of the recurring schedule {name} ({timing}); {then}."
-    remedy = f"To see its next occurrences: delaytasks recurring list {quote(name)} --next 5"
-    yield Reason("recurring", text, remedy, name)
-
-
-# -- why the overdue tasks of a queue and a tag have not begun ------------------------------------
-
-
-def why_late(
-    queue: str,
-    tag: str,
-    cause: str | None,
-    workers: Sequence[RegisteredWorker],
-    policies: Sequence[Policy],
-    namespace: str,
-    running: Sequence[LongRunning],
-) -> Reason:
-    """Return the most important reason why the tasks of a queue and a tag have not begun.
-
-    `cause` is the code of the deferral by a worker; None if no worker has deferred them.
-    """
-    own = [each for each in policies if each.name == (tag if each.kind == "tag" else queue)]
-    for policy in own:
-        if policy.is_paused:
-            return Reason("paused", f"The {policy.kind} {policy.name} is paused.")
-    if reason := unserved(queue, tag, workers, namespace):
-        return reason
-    if cause is not None:
-        fact, remedy = _DEFERRED[cause]
-        fact = fact.format(tag=tag)
-        return Reason(cause, f"{fact[0].upper()}{fact[1:]}.", remedy)
-    if any(policy.kind == "tag" and policy.has_limits for policy in own):
-        return Reason("limit", f"The tag {tag} has limits, and its tasks wait for each other.")
-    busy = all_busy(queue, workers, running)
-    return busy or Reason("due", "They wait for a worker of the queue to be free.")
+    if match := _RECURRING_KEY.fullmatch(task.key or ""):
+        r = facts.store.schema.recurring.c
+        mine = r.name == match[1], r.tag == task.tag
+        if found := facts.first(select(r.name, r.timing, r.is_paused).where(*mine)):
+            name, timing, is_paused = found
+            paused = ", which is paused" if is_paused else ""
+            text = f"It is a task of the recurring schedule {name} ({timing}){paused}."
+            command = f"delaytasks recurring list {quote(name)} --next 5"
+            yield Reason("recurring", text, f"To see its next occurrences: {command}", name)

@@ -164,16 +164,6 @@ def test_tasks_that_run_together_share_a_process(world: World) -> None:
     assert of_tag(found, "concurrent").duration_s == pytest.approx(0.1)
 
 
-def test_a_database_without_tables_of_statistics_has_forecasts(world: World) -> None:
-    table = world.table("statistics")
-    table.drop(world.engine)
-    try:
-        put_peak(world, "mail", 1)
-        assert not of_tag(world.delays.forecast(), "mail").is_measured
-    finally:
-        table.create(world.engine)
-
-
 # -- recurring schedules --------------------------------------------------------------------------
 
 

@@ -116,7 +116,7 @@ def test_the_task_of_a_recurring_schedule_names_the_schedule(delays: DelayTasks)
     reason = explain(delays, task)[-1]
     assert reason.sentence.startswith("It is a task of the recurring schedule nightly (0 2 * * *)")
     delays.recurring.pause("nightly")
-    assert explain(delays, task)[-1].sentence.endswith("it is paused.")
+    assert explain(delays, task)[-1].sentence.endswith("which is paused.")
     delays.recurring.set("often", "report.send", every="5m")
     of_interval = explain(delays, delays.recurring.schedule_now("often"))[-1]
     assert "recurring schedule often (every 5m)" in of_interval.sentence
@@ -150,7 +150,7 @@ def test_a_waitlist_names_the_limit_and_its_length(delays: DelayTasks, served: W
     served.claim(*tasks)
     held = [task for task in tasks if delays.get(task).status.name == "HELD"]
     [reason] = explain(delays, held[0])
-    assert "1 may run at the same time, and 1 do. Its waitlist has 3 tasks." in reason.sentence
+    assert "(concurrency 1). Running: 1; in the waitlist: 3." in reason.sentence
 
 
 def test_an_expired_task_says_that_it_will_be_cancelled(delays: DelayTasks, served: World) -> None:

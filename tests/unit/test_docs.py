@@ -75,7 +75,8 @@ def metric_names() -> set[str]:
     )
     worker = metrics.WorkerMetrics(of)
     empty = DeploymentState(from_us(0))
-    found = chain(metrics.table_metrics(empty), metrics.peak_metrics(None), worker.collect())
+    peak = metrics.peak_metrics(None, empty.now)
+    found = chain(metrics.table_metrics(empty), peak, worker.collect())
     names = {f"delaytasks_{name}_up" for name in ("database", "broker", "redis_timer")}
     names.add("delaytasks_scheduled_total")  # a recipe counts these
     return names | {each.name + ("_total" if each.type == "counter" else "") for each in found}

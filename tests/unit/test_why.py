@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from delaytasks import DelayedTask, Status
 from delaytasks.model.text import DEFERRALS
 from tests.world import MakeWorld, World
-from tests.world.recording import delays_on, explain, new_key
 
 TAG, QUEUE, WORKER = "mail.send", "letters", "w1@host"
 
@@ -81,7 +79,7 @@ def test_a_sweep_that_is_late_is_the_reason_of_overdue_tasks_only(world: World) 
     swept(world, 3)
     assert [codes(world, task) for task in (late, new)] == [["due"], ["due"]]
     swept(world, 60)
-    says(world, late, "no_sweep", "the last sweep was 1m")
+    says(world, late, "no_sweep", "the last was 1m")
     assert codes(world, new) == ["due"]
 
 
@@ -116,7 +114,7 @@ def test_a_full_limit_has_the_number_of_running_tasks(world: World) -> None:
     for _ in range(5):
         assert codes(world, task) == ["due"]
         put(world, Status.RUNNING)
-    says(world, task, "limit", "5 may run at the same time, and 5 do")
+    says(world, task, "limit", "used up (concurrency 5). Running: 5; in the waitlist: 0.")
 
 
 def test_limits_of_keys_and_rates_are_named(world: World) -> None:
@@ -125,11 +123,10 @@ def test_limits_of_keys_and_rates_are_named(world: World) -> None:
         put(world, Status.RUNNING, limit_key="customer-7")
     task = put(world, limit_key="customer-7")
     assert not world.claim(world.read(task))
-    said = "2 of the key customer-7 may run, and 2 do", "its rate is 100/s"
-    says(world, task, "limit", *said)
+    says(world, task, "limit", "used up (of each key 2, rate 100/s). Running: 2;")
 
 
-def test_an_unserved_queue_names_what_workers_serve_and_what_a_q_lacks(world: World) -> None:
+def test_an_unserved_queue_names_what_workers_serve(world: World) -> None:
     task, start = put(world), "celery -A … worker -Q staging.letters"
     world.silence(90)
     says(world, task, "no_worker", "w1@host, which did, was seen 1m3")
@@ -137,8 +134,7 @@ def test_an_unserved_queue_names_what_workers_serve_and_what_a_q_lacks(world: Wo
     served = "No live worker serves the queue letters; live workers serve default, reports"
     says(world, task, "no_worker", f"{served} (w1@host). Start one more worker: {start}")
     world.serve(WORKER)
-    lacks = "Add staging.letters to the -Q of a worker, or start one more: "
-    says(world, task, "no_worker", "no queue of delaytasks (w1@host). ", lacks + start)
+    says(world, task, "no_worker", "no queue of delaytasks (w1@host). ", start)
 
 
 def test_a_tag_that_no_worker_knows_is_named_with_its_queue_and_workers(world: World) -> None:
@@ -161,7 +157,7 @@ def test_a_deferred_task_has_a_cause_and_a_next_try(world: World, begin: str, co
         world.serve(WORKER, QUEUE, tags=[])
     due, next_try = ago(world, seconds=121), ago(world, seconds=-30)
     task = put(world, expected_time=next_try, due_time=due, error_stack=f"{begin}x")
-    says(world, task, code, "It was due 2m", f"next try is at {at(next_try)}, in ")
+    says(world, task, code, f"tried: {begin}x. The next try is at {at(next_try)}, in ")
 
 
 def test_a_retry_names_its_number_its_time_and_the_error(world: World) -> None:
@@ -175,16 +171,6 @@ def test_a_task_that_runs_names_its_worker(world: World) -> None:
     task = put(world, Status.RUNNING, worker="w1@host/5", execution_time=began)
     world.change(task, expected_time=began - timedelta(seconds=2))
     says(world, task, "running", f"on w1@host/5 since {at(began)}, 2s after it was due")
-
-
-def test_a_key_that_is_not_here_is_named(world: World) -> None:
-    task = put(world, message_body="aesgcm:0123abcd:token")
-    says(world, task, "no_key_here", "begins with aesgcm: and needs the key 0123abcd")
-    url = world.url.render_as_string()
-    with closing(delays_on(url, tags="any", encryption_keys=[new_key()])) as with_key:
-        sealed = with_key.schedule_delay(TAG, {}, 0, queue=QUEUE)
-        assert [reason.code for reason in explain(with_key, sealed)] == ["due"]
-        assert codes(world, sealed) == ["no_key_here"]
 
 
 def test_tasks_that_occupy_all_processes_are_named(world: World) -> None:

@@ -25,6 +25,7 @@ from delaytasks.operate.health import HealthChecks
 from delaytasks.operate.searches import Follower
 from delaytasks.operate.state import count_overdue, live_rows, task_counts
 from delaytasks.operate.task_calls import bulk_filter_of
+from delaytasks.operate.why import Facts
 from tests.conftest import new_world
 from tests.world.world import World
 
@@ -94,8 +95,7 @@ class PlannedWorld(World):
     def unserved(self) -> object:
         """Search for queues that no worker serves."""
         self.serve("worker", "served")
-        workers = self.store.workers.registered(self.now(), 60)
-        return HealthChecks(self.runtime)._queues_check(workers)
+        return HealthChecks(self.runtime)._queues_check(Facts(self.runtime))
 
     def expired_leases(self) -> object:
         return self.store.leases.count_expired()

@@ -335,7 +335,7 @@ class World:
 
     def state(self) -> DeploymentState:
         """Return the numbers of the tables, as the command `status` shows them."""
-        return read_tables(self.store, self.delays.settings)
+        return read_tables(self.runtime)
 
     def live(self) -> LiveSnapshot:
         """Return what the command `top` shows."""

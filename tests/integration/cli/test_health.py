@@ -129,15 +129,13 @@ def test_only_the_workers_of_this_host_or_of_the_name_count(healthy: Project) ->
     assert failed(healthy, "run", "--live") == ["worker"]
 
 
-def test_a_lost_worker_is_named_and_counts_as_little_as_a_missing_one(healthy: Project) -> None:
+def test_a_lost_worker_counts_as_little_as_a_missing_one(healthy: Project) -> None:
     age(healthy, "workers", seen_at=60)
     assert healthy.store.workers.expire(15) == [f"celery@{HOST}"]
     assert failed(healthy) == failed(healthy, "worker", "--live") == ["worker"]
-    lost = rf"celery@{re.escape(HOST)} was lost \d+m?s ago"
-    assert re.fullmatch(f"none is registered; {lost}", detail(healthy, "worker"))
+    assert detail(healthy, "worker") == "none is registered"
     report(healthy, f"w2@{HOST}")
     assert failed(healthy) == failed(healthy, "worker") == []
-    assert re.fullmatch(rf"w2@{re.escape(HOST)} \(.* ago\); {lost}", detail(healthy, "worker"))
 
 
 def test_beat_is_healthy_as_long_as_its_messages_reach_a_worker(healthy: Project) -> None:
