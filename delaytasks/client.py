@@ -917,8 +917,7 @@ class DelayTasks:
         Returns
         -------
         list of Finding
-            The tags without a processor, bodies that the schema of a tag refuses, and rows of other
-            programs that no worker will run as they are.
+            The tags without a processor, and bodies that the schema of a tag refuses.
 
         Examples
         --------

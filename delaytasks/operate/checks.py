@@ -12,15 +12,13 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sqlalchemy import Select, and_, func, select
+from sqlalchemy import Select, func, select
 
 from delaytasks.broker.arming import SWEEP
 from delaytasks.db.schema import BODY
-from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import json_fields
 from delaytasks.model.errors import BodyRefusedError, ConfigError, StoreUnavailableError
-from delaytasks.model.inputs import MAX_DELAY_S, show_duration
-from delaytasks.model.moves import LIVE, Status
+from delaytasks.model.moves import LIVE
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import shown
 
@@ -123,8 +121,6 @@ class StartChecks:
 
 #: Ids that one finding lists.
 EXAMPLES = 5
-#: A lease that ends after this number of lease periods cannot be ours.
-LONG_LEASES = 100
 
 
 class Finding(NamedTuple):
@@ -144,23 +140,22 @@ class Finding(NamedTuple):
 
 
 class WaitingTasks:
-    """Compares the waiting tasks with the processors, the settings and the keys of this process."""
+    """Compares the waiting tasks with the processors and the keys of this process."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._db, self._schema = runtime.store.database, runtime.store.schema
-        self._settings, self._registry = runtime.settings, runtime.registry
+        self._registry = runtime.registry
         self._t = t = self._schema.tasks.c
         self._is_live = t.status.in_([int(status) for status in LIVE])
 
     def findings(self) -> Iterator[Finding]:
-        """Yield one finding for each tag, and then those about rows that no worker takes."""
+        """Yield one finding for each tag with tasks that this code could not run."""
         for every in self.by_tag():
             processor = self._registry.get(every.tag)
             if processor is None:
                 yield every
             elif processor.schema is not None or processor.body_version is not None:
                 yield from self._refused(every, processor)
-        yield from self._untimely()
 
     def by_tag(self) -> list[Finding]:
         """Return the waiting tasks of each tag, as if it had no processor."""
@@ -199,24 +194,6 @@ class WaitingTasks:
         except (BodyRefusedError, ValueError, RecursionError) as error:
             return str(error)
         return None
-
-    def _untimely(self) -> Iterator[Finding]:
-        """Yield rows of other programs whose times are too far away, so that no worker will take
-        them."""
-        t = self._t
-        is_far = t.expected_time > db_now_plus(MAX_DELAY_S)
-        is_long = t.lease_until > db_now_plus(LONG_LEASES * self._settings.lease_s)
-        waits, runs = t.status == int(Status.NOT_COMPLETE), t.status == int(Status.RUNNING)
-        problems = {
-            f"due later than {show_duration(MAX_DELAY_S)} from now": and_(waits, is_far),
-            "RUNNING, with a longer lease than any worker sets": and_(runs, is_long),
-        }
-        first, last = func.min(t.id), func.max(t.id)
-        grouped = select(t.tag, func.count(), func.min(t.expected_time), first, last)
-        for problem, is_so in problems.items():
-            query = grouped.where(is_so).group_by(t.tag).order_by(t.tag)
-            for tag, tasks, first_due, *ids in self._all(query):
-                yield Finding(tag, tasks, first_due, problem, sorted({*ids}))
 
     def _all(self, query: Select[Any]) -> Iterator[Any]:
         for rows in self._db.stream(query, size=1000, may_take_long=True):

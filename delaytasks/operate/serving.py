@@ -6,7 +6,6 @@ The servers are the console, the HTTP API and the exporter of metrics.
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 from collections import OrderedDict
@@ -40,10 +39,7 @@ class Probes:
     """Answers without an API key or a login, and therefore without the texts of errors."""
 
     def __init__(self, delays: DelayTasks) -> None:
-        self._delays = delays
-        self._lock = threading.Lock()
-        self._asked_at = -math.inf
-        self._results: Mapping[str, bool] = {}
+        self._delays, self._cache = delays, SharedCache()
 
     def add_to(self, app: Any) -> None:
         """Add the URLs to a Flask application."""
@@ -51,20 +47,14 @@ class Probes:
         app.add_url_rule("/health/ready", "health_ready", lambda: _answer(self._ready()))
 
     def _ready(self) -> Mapping[str, bool]:
-        """Return whether each check succeeds. Callers need the database, and no broker.
+        """Return whether each check succeeds. Callers need the database, and no broker."""
 
-        While one thread asks, others answer from the last result, so that probes during an outage
-        do not block the threads that serve requests.
-        """
-        if self._lock.acquire(blocking=not self._results):
-            try:
-                if monotonic() - self._asked_at > ASK_AGAIN_S:
-                    checks = HealthChecks(self._delays._runtime, "api", timeout_s=READY_ANSWER_S)
-                    self._results = {check.name: check.is_ok for check in checks.ready()}
-                    self._asked_at = monotonic()
-            finally:
-                self._lock.release()
-        return self._results
+        def ask() -> Mapping[str, bool]:
+            checks = HealthChecks(self._delays._runtime, "api", timeout_s=READY_ANSWER_S)
+            return {check.name: check.is_ok for check in checks.ready()}
+
+        # An answer that took long is no older than others.
+        return self._cache.get("ready", ASK_AGAIN_S, ask, longest_s=ASK_AGAIN_S)
 
 
 def _answer(checks: Mapping[str, bool]) -> tuple[str, int, dict[str, str]]:
