@@ -9,7 +9,7 @@ import json
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -580,19 +580,15 @@ class BulkRun:
         self, runtime: Runtime, which: BulkFilter, to: To, cancelled: LogEntry | None = None
     ) -> None:
         """With `cancelled`, the tasks are those that this operation has cancelled."""
-        self._runtime = runtime
-        self._store = runtime.store.bulk
-        self._to = to
+        self._runtime, self._store = runtime, runtime.store.bulk
+        self._to, self._filter_as_given, self._cancelled = to, which.where, cancelled
         self._ids = array("q")
-        self._id: int | None = None
-        self._matched = self._changed = self._refused = 0
-        self._started = runtime.store.database.now()
-        self._filter_as_given = which
-        self._cancelled = cancelled
+        #: The counts so far.
+        self.result = BulkResult(0, 0, 0, started := runtime.store.database.now())
         # Each task is shifted once. Tasks that changed since the start are left out, because one of
         # our own steps may have changed them and its answer was lost.
         if isinstance(to, timedelta | Spread) and cancelled is None:
-            until = min(which.where.updated_until or self._started, self._started)
+            until = min(which.where.updated_until or started, started)
             which = replace(which, where=replace(which.where, updated_until=until))
         elif cancelled is not None:
             where = _within(which.where, cancelled)
@@ -601,25 +597,21 @@ class BulkRun:
 
     def find(self) -> None:
         """Find the tasks. Running tasks are counted as refused."""
+        refused = 0
         for rows in self._store.matching(self._which):
             self._ids.extend(id for id, status in rows if status in self._which.movable)
-            self._refused += sum(status not in self._which.movable for _, status in rows)
-        if self._cancelled and not self._filter_as_given.where.as_json().keys() - {"status"}:
-            self._refused = self._cancelled.changed - len(self._ids)  # they have moved since
-        self._matched = len(self._ids) + self._refused
-
-    @property
-    def result(self) -> BulkResult:
-        runs = () if self._id is None else (self._id,)
-        return BulkResult(self._matched, *self._done, self._started, runs)
+            refused += sum(status not in self._which.movable for _, status in rows)
+        if self._cancelled and not self._filter_as_given.as_json().keys() - {"status"}:
+            refused = self._cancelled.changed - len(self._ids)  # they have moved since
+        self.result = replace(self.result, matched=len(self._ids) + refused, refused=refused)
 
     def move(self, actor: str, on_progress: OnProgress) -> None:
         """Change the tasks step by step, and call `on_progress` after each step.
 
         The log entry has the counts of each step, also after a crash.
         """
-        self._id = id = self._begin(actor)
-        state = "failed"
+        id, state = self._begin(actor), "failed"
+        self.result = replace(self.result, runs=(id,))
         try:
             for _ in self._steps():
                 on_progress(self.result)
@@ -631,14 +623,14 @@ class BulkRun:
             self._end(id, state)
 
     def _begin(self, actor: str) -> int:
-        which = self._filter_as_given.where.as_json()
+        which = self._filter_as_given.as_json()
         if self._cancelled is not None:
             which["entry"] = str(self._cancelled.id)
         which = which or {"everything": True}
         if self._to is not None:
             which["to"] = _as_text(self._to)
-        id, times = self._runtime.new_id(), (self._started, self._started, None)
-        counts = (self._matched, *self._done)
+        id, started = self._runtime.new_id(), self.result.started
+        times, counts = (started, started, None), (self.result.matched, *self._done)
         entry = LogEntry(id, self._which.move, which, actor, "running", *times, *counts)
         self._store.audit.begin(entry)
         return id
@@ -654,7 +646,11 @@ class BulkRun:
 
     @property
     def _done(self) -> tuple[int, int]:
-        return self._changed, self._refused
+        return self.result.changed, self.result.refused
+
+    def _count(self, changed: int, refused: int) -> None:
+        changed, refused = self.result.changed + changed, self.result.refused + refused
+        self.result = replace(self.result, changed=changed, refused=refused)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -670,33 +666,30 @@ class BulkRun:
         for left in busy:
             still_busy += len(self._step(left))
             yield
-        self._refused += still_busy
+        self._count(0, still_busy)
 
     def _step(self, ids: Sequence[int]) -> list[int]:
         """Change the tasks with these ids; return the ids that other transactions have locked."""
-        assert self._id is not None
-        step = self._store.step(self._id, self._which, ids, self._to, self._done)
-        self._changed += len(step.moved)
-        self._refused += step.refused
+        [run] = self.result.runs
+        step = self._store.step(run, self._which, ids, self._to, self._done)
+        self._count(len(step.moved), step.refused)
         if step.moved and self._which.move != "cancel":
             self._runtime.producer.arm_entries(step.moved)
         if step.moved:
             self._runtime.events.emit(EVENTS[self._which.move], count=len(step.moved))
         if step.keyed:
             self._rerun_keyed_tasks(step.keyed)
-            self._store.audit.note(self._id, self._done)
+            self._store.audit.note(run, self._done)
         return step.busy
 
-    def _rerun_keyed_tasks(self, keyed: Iterable[tuple[int, int, datetime]]) -> None:
+    def _rerun_keyed_tasks(self, keyed: Sequence[tuple[int, int, datetime]]) -> None:
         """Rerun tasks with a key one by one; since another task may have the key."""
         rerun: list[DelayedTask] = []
         for id, version, due in keyed:
-            try:
-                moved_to = new_due(id, due, self._to, self._started) or due
+            with suppress(TaskStateError):  # another task has the key, or this task has changed
+                moved_to = new_due(id, due, self._to, self.result.started) or due
                 rerun.append(self._runtime.store.tasks.rerun(id, moved_to, version))
-            except TaskStateError:  # another task has the key, or this task has changed
-                self._refused += 1
-        self._changed += len(rerun)
+        self._count(len(rerun), len(keyed) - len(rerun))
         if rerun:
             self._runtime.producer.arm(rerun)
             self._runtime.events.emit(EVENTS["rerun"], count=len(rerun))

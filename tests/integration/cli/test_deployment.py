@@ -6,8 +6,6 @@ import re
 import socket
 import sys
 from collections.abc import Callable
-from datetime import datetime, timezone
-from typing import Any
 
 from delaytasks import Status
 from delaytasks.db.engines import create_sqlite_file
