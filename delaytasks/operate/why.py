@@ -229,16 +229,17 @@ def _unserved(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
     serving, known_as = facts.serving(task.queue), {task.tag, processor_tag(task.tag)}
     if not serving:
         yield _no_worker(facts, task.queue)
-    elif all(each.tags is not None and not known_as & each.tags for each in serving):
-        if _deferral(task) != "no_processor":  # the row tells it, and the next try
-            names = some_values([each.name for each in serving], MOST_NAMES)
-            yield Reason(
-                "no_processor",
-                f"No worker of the queue {task.queue} has a processor for the tag {task.tag} "
-                f"({names}).",
-                "Import the module of the processor in the worker (Celery's imports or include), "
-                "or correct the tag.",
-            )
+        return
+    has_none = all(each.tags is not None and not known_as & each.tags for each in serving)
+    if has_none and _deferral(task) != "no_processor":  # the row tells it, and the next try
+        names = some_values([each.name for each in serving], MOST_NAMES)
+        yield Reason(
+            "no_processor",
+            f"No worker of the queue {task.queue} has a processor for the tag {task.tag} "
+            f"({names}).",
+            "Import the module of the processor in the worker (Celery's imports or include), "
+            "or correct the tag.",
+        )
 
 
 def _no_worker(facts: Facts, queue: str) -> Reason:
