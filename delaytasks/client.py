@@ -46,11 +46,11 @@ from delaytasks.model.text import TABLES_REMEDY
 from delaytasks.operate.policy_calls import PolicyCalls
 from delaytasks.operate.task_calls import (
     Bulk,
-    Pauses,
     cancel_task,
     find_tasks,
     is_several,
     named_task,
+    pauses,
     read_task,
     result_of,
 )
@@ -675,10 +675,12 @@ class DelayTasks:
         >>> delays.result(task, "30s")
         {'receipt': 7}
         """
-        runtime, pauses = self._runtime, Pauses(timeout)
+        runtime = self._runtime
         found = read_task(runtime, task, tag, key)
-        while not found.is_finished:
-            time.sleep(pauses.next(found))
+        for pause_s in pauses(timeout):
+            if found.is_finished:
+                break
+            time.sleep(pause_s)
             found = runtime.store.tasks.read(found.id)
         return result_of(found)
 
@@ -979,12 +981,13 @@ class DelayTasks:
         >>> await delays.aresult(task, "30s")
         {'receipt': 7}
         """
-        calls, pauses = await self._async_calls(), Pauses(timeout)
-        runtime = self._runtime
+        calls, runtime = await self._async_calls(), self._runtime
         # As for `result`, each read is a transaction of its own, whatever `transaction` says.
         found = await calls.run(read_task, runtime, task, tag, key)
-        while not found.is_finished:
-            await asyncio.sleep(pauses.next(found))
+        for pause_s in pauses(timeout):
+            if found.is_finished:
+                break
+            await asyncio.sleep(pause_s)
             found = await calls.run(runtime.store.tasks.read, found.id)
         return result_of(found)
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.loops import CallGroup, twin
@@ -115,46 +116,28 @@ def read_task(runtime: Runtime, task: object, tag: str | None, key: str | None) 
     return runtime.store.tasks.read(find_id(runtime.store, task, tag, key))
 
 
-class Pauses:
-    """The growing pauses between two reads of a task, until a time limit; None means no limit."""
-
-    def __init__(self, timeout: Delay | None) -> None:
-        self._pause_s = FIRST_S
-        self._ends_at = self._limit_s = None
-        if timeout is not None:
-            self._limit_s = check_wait(timeout, "timeout")
-            self._ends_at = monotonic() + self._limit_s
-
-    def next(self, task: DelayedTask) -> float:
-        """Return the seconds until the next read.
-
-        Raises
-        ------
-        WaitTimeoutError
-            If no time is left.
-        """
-        pause_s, self._pause_s = self._pause_s, min(self._pause_s * GROWTH, LONGEST_S)
-        if self._ends_at is None:
-            return pause_s
-        left_s = self._ends_at - monotonic()
-        if left_s <= 0:
-            remedy = "wait longer, or look at it later"
-            if task.tag.startswith(CELERY_PREFIX):
-                result = f"AsyncResult({shown(task.key)}).get()"
-                remedy = f"this row sends a Celery task, so wait with {result}"
-            raise WaitTimeoutError(
-                f"task {task.id} ({task.tag}) is {task.status.name} after {self._limit_s:g} s: "
-                f"{remedy}",
-                task.id,
-            )
-        return min(pause_s, left_s)
+def pauses(timeout: Delay | None) -> Iterator[float]:
+    """Yield the growing pauses between two reads of a task, until a time limit; None means no
+    limit."""
+    ends_at = inf if timeout is None else monotonic() + check_wait(timeout, "timeout")
+    pause_s = FIRST_S
+    while (left_s := ends_at - monotonic()) > 0:
+        yield min(pause_s, left_s)
+        pause_s = min(pause_s * GROWTH, LONGEST_S)
 
 
 def result_of(task: DelayedTask) -> Any:
-    """Return the result of a task that has ended, or raise the error that says how it ended."""
+    """Return the result of a task, or raise the error that says how it ended, or that the time is
+    over."""
     if task.status is Status.DONE:
         return task.result
     reason = f"task {task.id} ({task.tag}) is {task.status.name}"
+    if not task.is_finished:
+        remedy = "wait longer, or look at it later"
+        if task.tag.startswith(CELERY_PREFIX):
+            result = f"AsyncResult({shown(task.key)}).get()"
+            remedy = f"this row sends a Celery task, so wait with {result}"
+        raise WaitTimeoutError(f"{reason} after the timeout: {remedy}", task.id)
     if task.error:
         reason = f"{reason}: {last_line(task.error)}"
     if task.status is Status.CANCELLED:
