@@ -17,9 +17,8 @@ from delaytasks.db.sweep_queries import RegisteredWorker
 from delaytasks.loops import within
 from delaytasks.model.clock import UTC
 from delaytasks.model.errors import DelayTaskError, StoreUnavailableError
-from delaytasks.model.inputs import ALL_QUEUES, POLLING_PREFIX, show_duration
+from delaytasks.model.inputs import POLLING_PREFIX, show_duration
 from delaytasks.model.moves import Status
-from delaytasks.model.task import QueuePlace
 from delaytasks.model.text import count, some_values
 from delaytasks.operate.state import (
     NO_STANDBY,
@@ -29,7 +28,8 @@ from delaytasks.operate.state import (
     ask_broker,
     beat_age_s,
     broker_down_s,
-    count_overdue,
+    explained,
+    find_overdue,
     server_problem,
 )
 from delaytasks.operate.statistics import LATE_RANGE, recent_hours
@@ -298,10 +298,6 @@ def _paused(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
 # -- The checks of a probe ------------------------------------------------------------------------
 
 
-#: Queues without a worker that a check looks at: each costs some queries.
-MOST_OTHER_QUEUES = 20
-
-
 class HealthCheck(NamedTuple):
     """The result of one check, with its facts in a sentence."""
 
@@ -398,7 +394,7 @@ class HealthChecks:
             yield self._sweep_check(facts)
         if (most := self.max_overdue) is not None:
             # More than one beyond the limit need not be counted.
-            tasks, _ = count_overdue(facts.store, facts.settings.grace_s, most + 1)
+            tasks = find_overdue(facts.store, facts.settings.grace_s, most + 1).tasks
             found = f"{tasks:,}" if tasks <= most else f"more than {most:,}"
             yield HealthCheck("overdue", tasks <= most, f"{found} overdue, at most {most:,}")
 
@@ -457,17 +453,11 @@ class HealthChecks:
 
     def _queues_check(self, facts: Facts) -> HealthCheck:
         """Look for queues with late tasks and no live worker. A paused queue needs none."""
-        sweeps, served = facts.store.sweeps, {q for each in facts.alive for q in each.queues}
-        queues: Sequence[str] = ()
-        if served and ALL_QUEUES not in served:
-            paused = (each for each in facts.policies if each.is_paused)
-            served |= {each.name for each in paused if each.kind == "queue"}
-            names, _ = sweeps.next_queues(QueuePlace(), MOST_OTHER_QUEUES + len(served))
-            late = sweeps.levels(self.sweep_limit_s, sorted(names - served)[:MOST_OTHER_QUEUES])
-            queues = sorted({level.queue for level in late})
+        late = explained(facts, find_overdue(facts.store, self.sweep_limit_s))
+        queues = {group.queue for group in late if group.reason.code == "no_worker"}
         if not queues:
             return HealthCheck("queues", True, "each queue with late tasks has a worker")
-        text = f"no live worker serves {some_values(queues)}, where tasks are late"
+        text = f"no live worker serves {some_values(sorted(queues))}, where tasks are late"
         return HealthCheck("queues", False, text)
 
     def _sweep_check(self, facts: Facts) -> HealthCheck:

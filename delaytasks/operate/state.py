@@ -23,7 +23,7 @@ from delaytasks.db.database import Database
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import LostWorker, RegisteredWorker, SweepState, is_late
 from delaytasks.db.task_rows import distinct_values, has_status, levels_of, queues_after
-from delaytasks.db.types import db_now_plus, for_database, is_past, once
+from delaytasks.db.types import db_now_plus, for_database, once
 from delaytasks.model.clock import AN_HOUR, hour_of
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import FINISHED, Status
@@ -173,38 +173,57 @@ class OverdueGroup(NamedTuple):
         return self.reason.code in _EXPECTED_CODES
 
 
-def count_overdue(
-    store: Store, late_s: float, most: int = MAX_COUNTED
-) -> tuple[int, datetime | None]:
-    """Count up to `most` tasks that are late by more than `late_s`, and find the first due time."""
-    t = store.schema.tasks
+class Overdue(NamedTuple):
+    """How many tasks are overdue, and when the first of them was due."""
 
-    def work(on: Connection) -> tuple[int, datetime | None]:
+    tasks: int
+    oldest: datetime | None
+    #: Queue, tag, number, first due time and an id of each of the largest groups.
+    groups: Sequence[tuple[str, str, int, datetime, int]]
+
+
+def find_overdue(store: Store, late_s: float, most: int = MAX_COUNTED) -> Overdue:
+    """Count up to `most` tasks that are late by more than `late_s`."""
+    t = store.schema.tasks
+    due = func.coalesce(t.c.due_time, t.c.expected_time).label("due")
+    rows = select(t.c.queue, t.c.tag, due, t.c.id).order_by(t.c.expected_time)
+
+    def largest(on: Connection, some: Select[Any]) -> Sequence[Any]:
+        """Return the largest groups, each of which has the values of all groups, too."""
+        c = some.subquery().c
+        tasks, oldest = func.count(), func.min(c.due)
+        of_all = func.sum(tasks).over().label("total"), func.min(oldest).over().label("first")
+        query = select(c.queue, c.tag, tasks, oldest, func.min(c.id), *of_all)
+        query = query.where(c.due <= once(db_now_plus(-late_s))).group_by(c.queue, c.tag)
+        return on.execute(query.order_by(tasks.desc()).limit(MAX_EXPLAINED_GROUPS)).all()
+
+    def work(on: Connection) -> list[Sequence[Any]]:
         # Up to `most` tasks with their next try within the longest deferral are read.
-        near = select(t.c.due_time.label("due")).where(_is_tried_soon(t, late_s))
-        near = near.order_by(t.c.expected_time).limit(most)
-        c = near.subquery().c
-        is_due = c.due <= once(db_now_plus(-late_s))
-        found, left = [on.execute(select(func.count(), func.min(c.due)).where(is_due)).one()], most
+        parts, left = [largest(on, rows.where(_is_tried_soon(t, late_s)).limit(most))], most
         # The index has the due times in order within a queue and a priority. Without them, all
         # waiting rows would be read.
         queues = distinct_values(on, t.c.queue, has_status(t, Status.NOT_COMPLETE))
         some = islice(queues, MAX_OVERDUE_QUEUES)
         for level in chain.from_iterable(levels_of(on, t, Status.NOT_COMPLETE, q) for q in some):
-            late = select(_due(t)).where(is_late(t, level, late_s))
-            c = late.order_by(t.c.expected_time).limit(left).subquery().c
-            found.append(on.execute(select(func.count(), func.min(c.due))).one())
-            left -= found[-1][0]
+            if part := largest(on, rows.where(is_late(t, level, late_s)).limit(left)):
+                parts.append(part)
+                left -= int(part[0].total)
             if left <= 0:
                 break
-        oldest = min((first for _, first in found if first is not None), default=None)
-        return min(sum(tasks for tasks, _ in found), most), oldest
+        return parts
 
-    return store.database.autocommitted(work)
-
-
-def _due(t: Table) -> ColumnElement[datetime]:
-    return func.coalesce(t.c.due_time, t.c.expected_time).label("due")
+    parts = [part for part in store.database.autocommitted(work) if part]
+    merged = defaultdict[tuple[str, str], list[Any]](list)
+    for queue, tag, *numbers, _, _ in chain.from_iterable(parts):
+        merged[queue, tag].append(numbers)
+    groups = list[tuple[str, str, int, datetime, int]]()
+    for (queue, tag), found in merged.items():
+        tasks, oldest, ids = zip(*found, strict=True)
+        groups.append((queue, tag, sum(tasks), min(oldest), min(ids)))
+    groups.sort(key=lambda group: -group[2])
+    number = min(sum(int(part[0].total) for part in parts), most)
+    oldest_of_all = min((part[0].first for part in parts), default=None)
+    return Overdue(number, oldest_of_all, groups[:MAX_EXPLAINED_GROUPS])
 
 
 def _is_tried_soon(t: Table, late_s: float) -> ColumnElement[bool]:
@@ -216,28 +235,11 @@ def _is_tried_soon(t: Table, late_s: float) -> ColumnElement[bool]:
     )
 
 
-def _is_deferred(t: Table, late_s: float) -> ColumnElement[bool]:
-    """The condition for late tasks whose next try is not late."""
-    return and_(_is_tried_soon(t, late_s), t.c.due_time <= once(db_now_plus(-late_s)))
-
-
-def overdue_rows(store: Store, late_s: float) -> Sequence[Any]:
-    """Return queue, tag, number, first due time and first id of the largest groups of overdue
-    tasks."""
-    t, tasks = store.schema.tasks, func.count()
-    is_tried_soon = is_past(t.c.expected_time, db_now_plus(DEFER_MAX_S))
-    waits = select(t.c.queue, t.c.tag, _due(t), t.c.id)
-    c = waits.where(has_status(t, Status.NOT_COMPLETE), is_tried_soon).subquery().c
-    query = select(c.queue, c.tag, tasks, func.min(c.due), func.min(c.id))
-    query = query.where(c.due <= once(db_now_plus(-late_s))).group_by(c.queue, c.tag)
-    return store.database.rows(query.order_by(tasks.desc()).limit(MAX_EXPLAINED_GROUPS))
-
-
-def _overdue_groups(facts: Facts) -> list[OverdueGroup]:
-    rows = overdue_rows(facts.store, facts.settings.grace_s)
-    samples = {task.id: task for task in tasks_of_ids(facts.store, [row[-1] for row in rows])}
+def explained(facts: Facts, overdue: Overdue) -> list[OverdueGroup]:
+    """Return the groups with the reasons why one of their tasks has not begun."""
+    samples = {task.id: task for task in tasks_of_ids(facts.store, [g[-1] for g in overdue.groups])}
     groups = list[OverdueGroup]()
-    for queue, tag, tasks, oldest, id in rows:
+    for queue, tag, tasks, oldest, id in overdue.groups:
         if id in samples:
             late_s = max((facts.now - oldest).total_seconds(), 0.0)
             reason = waits_for(facts, samples[id])[0]
@@ -509,21 +511,17 @@ def read_tables(runtime: Runtime, most_counted: int = MAX_COUNTED) -> Deployment
     A number of tasks of a status that is larger than `most_counted` is the planner's estimate.
     """
     facts = Facts(runtime)
-    store, database, grace_s = facts.store, facts.store.database, facts.settings.grace_s
+    store, database = facts.store, facts.store.database
     counts = task_counts(store, most_counted)
-    overdue, first_due = count_overdue(store, grace_s, most_counted)
-    late = _overdue_groups(facts) if overdue else []
-    if len(late) < MAX_EXPLAINED_GROUPS:  # these are all overdue tasks
-        first_due = min((group.oldest for group in late), default=None)
-        overdue = sum(group.tasks for group in late)
+    overdue = find_overdue(store, facts.settings.grace_s)
     return DeploymentState(
         facts.now,
         server=database.autocommitted(_server),
         problem=server_problem(database),
         counts=counts,
-        overdue=overdue,
-        oldest=first_due,
-        late=late,
+        overdue=overdue.tasks,
+        oldest=overdue.oldest,
+        late=explained(facts, overdue),
         expired_leases=store.leases.count_expired(),
         sweeps=facts.sweeps,
         workers=facts.workers,
@@ -655,7 +653,8 @@ def live_rows(
             of_level = t.queue == queue, t.priority == level.priority, t.expected_time <= soon
             yield read(waits, *of_level, order=t.expected_time)
     # Overdue rows that a worker has deferred for longer than a minute.
-    yield read(_is_deferred(tasks, grace_s), t.expected_time > soon)
+    is_overdue = t.due_time <= once(db_now_plus(-grace_s))
+    yield read(_is_tried_soon(tasks, grace_s), is_overdue, t.expected_time > soon)
     lately = t.expected_time > now - PERIOD, t.expected_time <= now
     due = read(*lately, order=t.expected_time.desc())
     # The others are in the parts above. More conditions would make the database read more rows.

@@ -23,7 +23,7 @@ from delaytasks.model.filters import filter_of
 from delaytasks.model.task import Level
 from delaytasks.operate.health import HealthChecks
 from delaytasks.operate.searches import Follower
-from delaytasks.operate.state import count_overdue, live_rows, task_counts
+from delaytasks.operate.state import find_overdue, live_rows, task_counts
 from delaytasks.operate.task_calls import bulk_filter_of
 from delaytasks.operate.why import Facts
 from tests.conftest import new_world
@@ -90,7 +90,7 @@ class PlannedWorld(World):
         return self.store.database.autocommitted(lambda on: list(read(on)))
 
     def overdue(self) -> object:
-        return count_overdue(self.store, 1)
+        return find_overdue(self.store, 1)
 
     def unserved(self) -> object:
         """Search for queues that no worker serves."""
