@@ -1,4 +1,5 @@
-"""Chunks, drains and the pool of a dispatcher."""
+"""Chunks, drains and the pool of a dispatcher, beyond what tests/reliability/test_dispatching.py
+finds by simulation."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from tests.world import Entry, FailureReason, MainProcess, MakeWorld, Report, Wa
 from tests.world.recording import ManualClock, ManualTime
 
 MakeMain = Callable[[int], "Main"]
+AWAY = FailureReason.UNAVAILABLE
 #: How much longer late entries wait if their queue has a backlog, how long a process continues with
 #: a backlog, also in turn with another one, and when a slow chunk gets another one beside it.
 BACKLOG_WAIT_S, CONTINUE_S, CONTINUE_IN_TURN_S, HELD_UP_S = 10.0, 2.0, 0.5, 0.26
@@ -44,6 +46,10 @@ class Main(MainProcess):
         for _ in range(2):
             self.end(5, row_s)
 
+    def asked(self) -> list[tuple[str, list[int]]]:
+        """Return the drains that other workers were asked for since the last call."""
+        return [request[:2] for request in self.broker.take_requested_drains()]
+
 
 @pytest.fixture
 def make_main(make_world: MakeWorld, time: ManualTime) -> MakeMain:
@@ -59,14 +65,15 @@ def main(make_main: MakeMain) -> Main:
 def draining(main: Main) -> Main:
     """A main process whose two processes drain the backlog of a queue."""
     main.drain()
+    assert main.continue_s() == [0]
     main.end(is_full=True)
     return main
 
 
-# -- chunks, their size and order, and the end of a dispatcher ------------------------------------
+# -- the entries of a chunk -----------------------------------------------------------------------
 
 
-def test_chunks_grow_to_the_number_of_rows_that_fits_the_time_budget(main: Main) -> None:
+def test_chunks_have_the_number_of_rows_that_fits_the_time_budget(main: Main) -> None:
     main.take(1000)
     assert main.sizes() == [10, 10], "no more chunks than processes"
     assert main.waiting == 980
@@ -75,127 +82,6 @@ def test_chunks_grow_to_the_number_of_rows_that_fits_the_time_budget(main: Main)
     main.end(10, 0.050)
     main.end(200, 0.050)
     assert main.sizes()[-1] < 5, "50 ms each: hardly more than one"
-
-
-def test_late_entries_wait_longer_if_their_queue_has_a_backlog(draining: Main) -> None:
-    main = draining
-    grace_s = main.world.delays.settings.grace_s
-    main.take(5)
-    main.clock.advance(grace_s + BACKLOG_WAIT_S - 0.1)
-    main.end(is_full=True)
-    assert main.sizes() == [0, 5], "in turn with the backlog"
-    mail = [entry._replace(queue="mail") for entry in main.entries(3, start=200)]
-    main.take(main.entries(5, start=100) + mail)
-    main.clock.advance(grace_s + 0.1)
-    main.pump()
-    assert main.late() == 3, "those of a queue without a backlog go to the table"
-    main.clock.advance(BACKLOG_WAIT_S)
-    main.pump()
-    assert main.late() == 8
-
-
-def test_a_drain_looks_at_the_priorities_of_entries_that_come_meanwhile(main: Main) -> None:
-    main.drain()
-    before = main.requests[-1].priorities
-    now = main.clock.now_us()
-    main.take([Entry(1, 0, now, "default", 8), Entry(2, 0, now, "mail", 9)])
-    main.end(is_full=True)
-    [drained] = {chunk.priorities for chunk in main.requests[1:] if not chunk.entries}
-    assert set(drained) == {*before, 8}
-
-
-def test_a_drain_that_is_requested_again_looks_again(main: Main) -> None:
-    main.drain()
-    main.drain()  # while the first chunk is on its way
-    main.end(0)
-    assert main.drained() == ["default"]
-    main.end(0)
-    assert main.requests == []
-
-
-def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(main: Main) -> None:
-    assert main.capacity() == 40, "two processes, of which nothing is known yet"
-    main.take(20)
-    main.end(10, 0.005)
-    main.end(10, 0.005)
-    assert main.capacity() == 40, "ten rows each in a time budget"
-    assert main.capacity(coming=15) == 25
-    main.take(15, start=50)
-    assert main.capacity() == 20, "both work, and nothing waits"
-    main.take(5, start=100)
-    assert main.capacity() == 15
-    main.take(6, start=200)
-    assert main.capacity() == 0, "not worth the way"
-    main.stop()
-    assert main.capacity() == 0
-
-
-def test_entries_of_rows_that_a_drain_has_claimed_are_forgotten(draining: Main) -> None:
-    """Otherwise every second claim of a standing backlog would find rows that have ended."""
-    main, now = draining, draining.clock.now_us()
-    main.take([Entry(id, 0, now - 2) for id in range(100, 110)])
-    for id, version in ((1, 0), (1, 0), (2, 6), (2, 7), (2, 5), (5, 0)):
-        main.take([Entry(id, version, now - 1)])
-    main.take([Entry(3, 0, now - 2, "default", 1), Entry(4, 0, now - 2, "mail")])
-    main.take([*main.entries(30, start=200), Entry(999, 0, now, "sms")])
-    main.end(is_full=True, drained=dict.fromkeys([2, 5, *range(100, 110), 999], 6))
-    [chunk] = [chunk for chunk in main.requests if chunk.entries]
-    assert [entry.id for entry in chunk.entries][:5] == [3, 4, 1, 2, 200]
-    main.clock.advance(60)
-    for _ in range(2):
-        main.pump()
-    assert main.dispatcher.waiting == 0, "late entries are left to the table"
-
-
-def test_a_process_that_will_be_busy_for_long_adds_no_capacity(main: Main) -> None:
-    main.take(20)
-    main.clock.advance(0.5)
-    assert main.capacity() == 0, "its chunk takes longer than the time budget"
-    main.end(10, 1)
-    # A second each: the free process takes one, and the next one when that is over.
-    assert main.capacity() == 1
-    main.take(1, start=100)
-    assert main.capacity() == 0
-
-
-def test_a_worker_that_stops_sends_back_what_waits_and_what_chunks_report(main: Main) -> None:
-    main.take(25)
-    first, second = (WaitlistState("default", tag) for tag in ("test.first", "test.second"))
-    main.end(waitlists=(first,))
-    assert not main.broker.requested_drains, "this worker continues with it"
-    main.stop()
-    assert (len(main.broker.armed), asked(main)) == (5, [("default", [])])
-    main.broker.lose()
-    [early] = main.entries(1, start=50)
-    main.end(early=(early,), waitlists=(first, second))
-    assert (main.broker.armed, asked(main)) == ([early], [("default", [])])
-    assert (len(main.requests), main.held) == (1, 0), "it sends no chunk, and its wheel has stopped"
-
-
-def test_early_entries_are_held_before_the_dispatcher_closes(
-    main: Main, pool: Executor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a closed dispatcher holds is lost, because its wheel has stopped."""
-    hold, closing = main.runtime.wheel.add, list[Future[Any]]()
-
-    def close_and_hold(entries: Any) -> bool:
-        closing.append(pool.submit(main.dispatcher.close))
-        assert not wait(closing, 0.2).done
-        return hold(entries)
-
-    monkeypatch.setattr(main.runtime.wheel, "add", close_and_hold)
-    main.take(1)
-    main.end(0, early=(Entry(7, 0, main.clock.now_us() + 1_000_000),))
-    closing[0].result(10)
-    assert main.held == 1
-
-
-def asked(main: Main) -> list[tuple[str, list[int]]]:
-    """Return the drains that other workers were asked for since the last call."""
-    return [request[:2] for request in main.broker.take_requested_drains()]
-
-
-# -- batch processors ----------------------------------------------------------------------------
 
 
 def test_rows_of_one_batch_stay_together_even_beyond_the_time_budget(main: Main) -> None:
@@ -215,6 +101,67 @@ def test_rows_of_one_batch_stay_together_even_beyond_the_time_budget(main: Main)
     assert main.sizes() == [20, 20]
 
 
+def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(main: Main) -> None:
+    assert main.capacity() == 40, "two processes, of which nothing is known yet"
+    main.take(20)
+    main.end(10, 0.005)
+    main.end(10, 0.005)
+    assert (main.capacity(), main.capacity(coming=15)) == (40, 25), "ten rows in each budget"
+    main.take(15, start=50)
+    assert main.capacity() == 20, "both work, and nothing waits"
+    main.take(5, start=100)
+    assert main.capacity() == 15
+    main.take(6, start=200)
+    assert main.capacity() == 0, "not worth the way"
+    main.stop()
+    assert main.capacity() == 0
+
+
+def test_a_process_that_will_be_busy_for_long_adds_no_capacity(main: Main) -> None:
+    main.take(20)
+    main.clock.advance(0.5)
+    assert main.capacity() == 0, "its chunk takes longer than the time budget"
+    main.end(10, 1)
+    # A second each: the free process takes one, and the next one when that is over.
+    assert main.capacity() == 1
+    main.take(1, start=100)
+    assert main.capacity() == 0
+
+
+def test_late_entries_wait_longer_if_their_queue_has_a_backlog(draining: Main) -> None:
+    main = draining
+    grace_s = main.world.delays.settings.grace_s
+    main.take(5)
+    main.clock.advance(grace_s + BACKLOG_WAIT_S - 0.1)
+    main.end(is_full=True)
+    assert main.sizes() == [0, 5], "in turn with the backlog"
+    mail = [entry._replace(queue="mail") for entry in main.entries(3, start=200)]
+    main.take(main.entries(5, start=100) + mail)
+    main.clock.advance(grace_s + 0.1)
+    main.pump()
+    assert main.late() == 3, "those of a queue without a backlog go to the table"
+    main.clock.advance(BACKLOG_WAIT_S)
+    main.pump()
+    assert main.late() == 8
+
+
+def test_entries_of_rows_that_a_drain_has_claimed_are_forgotten(draining: Main) -> None:
+    """Otherwise every second claim of a standing backlog would find rows that have ended."""
+    main, now = draining, draining.clock.now_us()
+    main.take([Entry(id, 0, now - 2) for id in range(100, 110)])
+    for id, version in ((1, 0), (1, 0), (2, 6), (2, 7), (2, 5), (5, 0)):
+        main.take([Entry(id, version, now - 1)])
+    main.take([Entry(3, 0, now - 2, "default", 1), Entry(4, 0, now - 2, "mail")])
+    main.take([*main.entries(30, start=200), Entry(999, 0, now, "sms")])
+    main.end(is_full=True, drained=dict.fromkeys([2, 5, *range(100, 110), 999], 6))
+    [chunk] = [chunk for chunk in main.requests if chunk.entries]
+    assert [entry.id for entry in chunk.entries][:5] == [3, 4, 1, 2, 200]
+    main.clock.advance(60)
+    for _ in range(2):
+        main.pump()
+    assert main.waiting == 0, "late entries are left to the table"
+
+
 def test_detached_rows_are_known_until_their_process_reports_their_end(main: Main) -> None:
     main.take(400)
     main.pool.end(Report(10, 8, 0.01, pid=1, detached=(4, 5)))
@@ -222,37 +169,96 @@ def test_detached_rows_are_known_until_their_process_reports_their_end(main: Mai
     assert main.detached() == {1: (4, 5), 2: (9,)}
     assert len(main.requests) == 2, "and the next chunks come"
     main.pool.end(Report(1, 3, 0.01, pid=1))
-    away = FailureReason.UNAVAILABLE
-    main.pool.end(Report(error="away", reason=away, pid=2, detached=(9, 12)))
+    main.pool.end(Report(error="away", reason=AWAY, pid=2, detached=(9, 12)))
     assert main.detached() == {2: (9, 12)}
 
 
-def test_after_a_chunk_found_the_database_unavailable_chunks_pause(main: Main) -> None:
-    main.take(100)
-    assert len(main.requests) == 2
-    main.end(0, error="away", reason=FailureReason.UNAVAILABLE)
-    main.pump()
-    assert len(main.requests) == 1
-    main.pump_later(1)
-    assert len(main.requests) == 2, "another try after the pause"
+# -- bursts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reason", [FailureReason.UNKNOWN, FailureReason.REFUSED])
-def test_other_failures_pause_nothing(make_main: MakeMain, reason: FailureReason) -> None:
-    """The sweep finds the rows of the chunk again, and requests the drain again."""
-    main = make_main(1)
-    main.take(1)
-    main.drain()
-    failed = Report(error="KeyError: a bug, or a row that cannot be read", reason=reason)
-    assert len(main.pool.end(failed).entries) == 1
-    assert main.pool.end(failed).drained_queue == "default", "it does not wait"
-    main.take(1, start=2)
-    assert len(main.pool.end(failed).entries) == 1, "nor does the next task"
-    main.pump_later(60)
-    assert main.requests == [], "neither the entries nor the drain are tried again"
+def test_a_burst_of_slow_tasks_is_left_to_the_table_and_claimed_ahead(main: Main) -> None:
+    main.learn(0.02)
+    main.take(main.entries(100) + main.entries(100, priority=5, start=101))
+    assert main.drained() == ["default"] * 2
+    assert main.continue_s() == [CONTINUE_S] * 2
+    assert (main.waiting, main.late()) == (0, 200)
+    for drains in ([("default", [0, 5])], []):
+        main.ask_for_help()
+        assert main.asked() == drains, "other workers are asked once"
+
+
+def test_other_workers_are_asked_in_bounded_time(main: Main, monkeypatch: Any) -> None:
+    main.learn(0.02)
+    entries = [main.entries(1, start=n)[0]._replace(queue=f"q{n}") for n in range(1, 301)]
+    main.take(entries)
+    slowly = list[str]()
+
+    def ask_slowly(queue: str, *_: Any) -> bool:
+        slowly.append(queue)
+        main.time.at += 0.15
+        return True
+
+    monkeypatch.setattr(main.broker, "request_drain", ask_slowly)
+    for asked in (2, 4):  # the pauses are read soon, and the others come first in the next turn
+        main.ask_for_help()
+        assert len(slowly) == len(set(slowly)) == asked
+
+
+@pytest.mark.parametrize(
+    ("row_s", "entries", "is_draining"),
+    [(0.02, 15, False), (0.0001, 1000, False), (0.02, 200, True)],
+    ids=["few", "quick", "with a backlog"],
+)
+def test_other_bursts_are_run_from_their_entries(
+    main: Main, row_s: float, entries: int, is_draining: bool
+) -> None:
+    main.learn(row_s)
+    if is_draining:
+        main.drain()
+        main.end(2, row_s, is_full=True)
+    main.take(entries)
+    if is_draining:
+        main.end(2, row_s, is_full=True)
+    assert main.sizes()[-1] > 0
+    assert main.late() == 0
 
 
 # -- drains of queues whose rows are overdue ------------------------------------------------------
+
+
+def test_processes_drain_a_large_backlog_in_turn_with_others_until_the_worker_stops(
+    draining: Main,
+) -> None:
+    main = draining
+    assert main.continue_s() == [CONTINUE_S] * 2
+    assert not main.others_wait
+    main.clock.advance(0.4)
+    assert main.capacity() > 0, "they have time for entries that become due"
+    main.drain("mail", 0)
+    assert main.others_wait
+    main.end(is_full=True)
+    assert not main.others_wait, "a process drains the other queue"
+    main.end(is_full=True)
+    assert {*main.drained()} == {"default", "mail"}
+    assert main.continue_s() == [0, CONTINUE_IN_TURN_S]
+    main.stop()
+    assert main.others_wait
+
+
+def test_a_drain_looks_at_the_priorities_of_entries_that_come_meanwhile(main: Main) -> None:
+    main.drain("default", 0)
+    now = main.clock.now_us()
+    main.take([Entry(1, 0, now, "default", 8), Entry(2, 0, now, "mail", 9)])
+    main.end(is_full=True)
+    drains = [chunk for chunk in main.requests if chunk.drained_queue]
+    assert {*drains[-1].priorities} == {0, 8}
+
+
+def test_a_solo_pool_drains_chunk_by_chunk(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solo, "TaskPool", type(main.pool))
+    main.drain()
+    main.end(is_full=True)
+    assert main.continue_s() == [0, 0]
 
 
 def test_an_empty_queue_behind_a_slow_task_is_read_once(make_main: MakeMain) -> None:
@@ -291,89 +297,86 @@ def test_a_look_whose_time_comes_after_the_decision_is_made(
     assert len(main.requests) == 2
 
 
+# -- the end of a dispatcher ----------------------------------------------------------------------
+
+
+def test_a_worker_that_stops_sends_back_what_waits_and_what_chunks_report(main: Main) -> None:
+    main.take(25)
+    first, second = (WaitlistState("default", tag) for tag in ("test.first", "test.second"))
+    main.end(waitlists=(first,))
+    main.drain("mail", 5, 0)
+    assert not main.broker.requested_drains, "this worker continues with both"
+    for drains in ([("default", []), ("mail", [0, 5])], []):
+        main.stop()
+        assert (len(main.broker.armed), main.asked()) == (5, drains)
+    main.broker.lose()
+    [early] = main.entries(1, start=50)
+    main.end(early=(early,), waitlists=(first, second))
+    assert (main.broker.armed, main.asked()) == ([early], [("default", [])])
+    assert (len(main.requests), main.held) == (1, 0), "it sends no chunk, and its wheel has stopped"
+
+
+def test_early_entries_are_held_before_the_dispatcher_closes(
+    main: Main, pool: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a closed dispatcher holds is lost, because its wheel has stopped."""
+    hold, closing = main.runtime.wheel.add, list[Future[Any]]()
+
+    def close_and_hold(entries: Any) -> bool:
+        closing.append(pool.submit(main.dispatcher.close))
+        assert not wait(closing, 0.2).done
+        return hold(entries)
+
+    monkeypatch.setattr(main.runtime.wheel, "add", close_and_hold)
+    main.take(1)
+    main.end(0, early=(Entry(7, 0, main.clock.now_us() + 1_000_000),))
+    closing[0].result(10)
+    assert main.held == 1
+
+
+# -- chunks and pools that fail -------------------------------------------------------------------
+
+
+def test_chunks_pause_after_an_outage_of_the_database_or_of_the_pool(main: Main) -> None:
+    main.take(100)
+    main.end(0, error="away", reason=AWAY)
+    main.pump()
+    assert len(main.requests) == 1
+    main.pump_later(1)
+    assert len(main.requests) == 2, "another try after the pause"
+    main.pool.is_broken = True
+    main.end(10)
+    assert (main.waiting, main.world.count("chunk.failed")) == (20, 2)
+    main.pool.is_broken = False
+    main.end(10)
+    assert main.requests == []
+    main.pump_later(1)
+    assert main.sizes() == [10, 10]
+
+
+@pytest.mark.parametrize("reason", [FailureReason.UNKNOWN, FailureReason.REFUSED])
+def test_other_failures_pause_nothing(make_main: MakeMain, reason: FailureReason) -> None:
+    """The sweep finds the rows of the chunk again, and requests the drain again."""
+    main = make_main(1)
+    main.take(1)
+    main.drain()
+    failed = Report(error="KeyError: a bug, or a row that cannot be read", reason=reason)
+    assert len(main.pool.end(failed).entries) == 1
+    assert main.pool.end(failed).drained_queue == "default", "it does not wait"
+    main.take(1, start=2)
+    assert len(main.pool.end(failed).entries) == 1, "nor does the next task"
+    main.pump_later(60)
+    assert main.requests == [], "neither the entries nor the drain are tried again"
+
+
 def test_a_drain_survives_its_process_and_not_the_loss_of_the_database(main: Main) -> None:
     main.drain()
     main.lose_process()
     wait_until(lambda: main.requests, 5, "another process to go on")
     assert main.world.count("chunk.failed") == 1
-    main.end(0, error="away", reason=FailureReason.UNAVAILABLE)
+    main.end(0, error="away", reason=AWAY)
     main.pump_later(60)
     assert main.requests == []
-
-
-def test_processes_drain_a_large_backlog_until_the_worker_stops(main: Main) -> None:
-    main.drain()
-    assert main.continue_s() == [0]
-    main.end(is_full=True)
-    assert main.continue_s() == [CONTINUE_S] * 2
-    assert not main.others_wait
-    main.clock.advance(0.4)
-    assert main.capacity() > 0, "they have time for entries that become due"
-    main.stop()
-    assert main.others_wait
-
-
-def test_draining_processes_share_their_time_with_another_queue(draining: Main) -> None:
-    draining.drain("mail", 0)
-    assert draining.others_wait
-    draining.end(is_full=True)
-    assert not draining.others_wait, "a process drains the other queue"
-    draining.end(is_full=True)
-    assert {*draining.drained()} == {"default", "mail"}
-    assert draining.continue_s() == [0, CONTINUE_IN_TURN_S]
-
-
-def test_a_solo_pool_drains_chunk_by_chunk(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solo, "TaskPool", type(main.pool))
-    main.drain()
-    main.end(is_full=True)
-    assert main.continue_s() == [0, 0]
-
-
-def test_a_burst_of_slow_tasks_is_left_to_the_table_and_claimed_ahead(main: Main) -> None:
-    main.learn(0.02)
-    main.take(main.entries(100) + main.entries(100, priority=5, start=101))
-    assert main.drained() == ["default"] * 2
-    assert main.continue_s() == [CONTINUE_S] * 2
-    assert (main.waiting, main.late()) == (0, 200)
-    for drains in ([("default", [0, 5])], []):
-        main.ask_for_help()
-        assert asked(main) == drains, "other workers are asked once"
-
-
-def test_other_workers_are_asked_in_bounded_time(main: Main, monkeypatch: Any) -> None:
-    main.learn(0.02)
-    entries = [main.entries(1, start=n)[0]._replace(queue=f"q{n}") for n in range(1, 301)]
-    main.take(entries)
-
-    def ask_slowly(queue: str, *_: Any) -> bool:
-        slowly.append(queue)
-        main.time.at += 0.15
-        return True
-
-    slowly = list[str]()
-    monkeypatch.setattr(main.broker, "request_drain", ask_slowly)
-    main.ask_for_help()
-    assert len(slowly) == 2, "the pauses are read soon"
-    main.ask_for_help()
-    assert len(set(slowly)) == 4, "the others come first in the next turn"
-
-
-@pytest.mark.parametrize(("row_s", "entries"), [(0.02, 15), (0.0001, 1000)], ids=["few", "quick"])
-def test_other_bursts_are_run_from_their_entries(main: Main, row_s: float, entries: int) -> None:
-    main.learn(row_s)
-    main.take(entries)
-    assert main.drained() == [None] * 2
-
-
-def test_a_burst_in_a_queue_with_a_backlog_is_run_from_its_entries(main: Main) -> None:
-    main.learn(0.02)
-    main.drain()
-    main.end(2, 0.02, is_full=True)
-    main.take(200)
-    main.end(2, 0.02, is_full=True)
-    assert len(main.pool.requests[-1][0].entries) == 2
-    assert main.waiting == 198
 
 
 # -- waitlists ------------------------------------------------------------------------------------
@@ -419,15 +422,3 @@ def test_long_rows_start_at_the_pace_of_a_raised_rate(make_main: MakeMain) -> No
         allowed = 1 + turn * 0.02 / pace_s
         pump_later(allowed)
         assert len(main.requests) >= int(allowed - 0.5 / pace_s)
-
-
-# -- pool processes that die, fail or lose a chunk ------------------------------------------------
-
-
-def test_a_pool_that_refuses_a_chunk_pauses_and_keeps_the_other_entries(main: Main) -> None:
-    main.pool.is_broken = True
-    main.take(30)
-    assert (main.waiting, main.world.count("chunk.failed")) == (20, 1)
-    main.pool.is_broken = False
-    main.pump_later(1.0)
-    assert main.sizes() == [10, 10]
