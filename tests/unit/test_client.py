@@ -1,12 +1,14 @@
-"""The public API: names, options, ids, and the path from a call to the INSERT statement."""
+"""The public API: names, options and ids."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import inspect
+import mmap
 import os
 import re
+import struct
 import subprocess
 import sys
 import threading
@@ -14,22 +16,21 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import fields
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery, _state
-from sqlalchemy import Engine, create_engine, event
 
 import delaytasks
 from delaytasks import DelayedTask, DelayTasks, NewTask, Processor, Status
 from tests.conftest import open_store
 from tests.running import output_of
-from tests.world import World, run_chunk
+from tests.waiting import in_child
+from tests.world import World
 from tests.world.recording import ManualClock, delays_on
 
 # -- client ---------------------------------------------------------------------------------------
@@ -49,13 +50,8 @@ def is_twin(member: Any) -> bool:
 
 
 TWINS = {name for name, _ in inspect.getmembers(DelayTasks, is_twin)}
-#: The public methods without a twin, each with the reason.
-WITHOUT_TWIN = {
-    "new_id": "waits for nothing",
-    "processor": "registers a function",
-    "transaction": "is a context manager that waits for nothing",
-    "result": "has a twin that occupies no thread",
-}
+#: The public methods that wait for nothing, and `result`, whose twin occupies no thread.
+WITHOUT_TWIN = {"new_id", "processor", "transaction", "result"}
 
 
 GROUPS = ["bulk", "callbacks", "policies", "recurring", "statistics"]
@@ -67,7 +63,7 @@ def test_each_waiting_method_has_a_twin_with_its_parameters(delays: DelayTasks, 
     kind = kinds.get(name) or type(getattr(delays, name))
     public = inspect.getmembers(kind, lambda each: inspect.isfunction(each) and not is_twin(each))
     methods = {name: method for name, method in public if name[0] != "_"}
-    for name in methods.keys() - WITHOUT_TWIN.keys():
+    for name in methods.keys() - WITHOUT_TWIN:
         twin = getattr(kind, f"a{name}")
         assert is_twin(twin), name
         assert (twin.__name__, twin.__module__) == (f"a{name}", methods[name].__module__)
@@ -77,27 +73,17 @@ def test_each_waiting_method_has_a_twin_with_its_parameters(delays: DelayTasks, 
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
-    open_store(url).close()
-    return url
-
-
-@pytest.fixture
-def app() -> Iterator[Celery]:
-    before = _state._tls.current_app
-    yield Celery("shop", broker="memory://", set_as_current=False)
-    _state._set_current_app(before)
-
-
-@pytest.fixture
-def delays(app: Celery, url: str) -> Iterator[DelayTasks]:
-    with closing(DelayTasks(app, url, tags="any")) as delays:
+def delays(sqlite_path: Callable[..., str]) -> Iterator[DelayTasks]:
+    open_store(sqlite_path()).close()
+    with closing(delays_on(sqlite_path(), tags="any")) as delays:
         yield delays
 
 
-def test_an_instance_that_is_closed_and_no_longer_used_is_freed(url: str) -> None:
-    delays = delays_on(url, tags="any")
+def test_an_instance_that_is_closed_and_no_longer_used_is_freed(
+    sqlite_path: Callable[..., str],
+) -> None:
+    open_store(sqlite_path()).close()
+    delays = delays_on(sqlite_path(), tags="any")
     delays.schedule_delay("mail", None, 60)
     delays.close()
     left = weakref.ref(delays)
@@ -106,18 +92,17 @@ def test_an_instance_that_is_closed_and_no_longer_used_is_freed(url: str) -> Non
     assert left() is None
 
 
-@pytest.mark.parametrize(
-    ("options", "advice"),
-    [
-        ({"countdown": 5}, "countdown= is Celery's: write the seconds as the third argument"),
-        ({"eta": datetime.max}, "eta= is Celery's: write at="),
-        ({"expires": 5}, "expires= is Celery's: write max_late="),
-        ({"keys": "7"}, "unexpected keyword argument 'keys'"),
-        ({"delay": datetime.now(timezone.utc)}, "pass an instant as at="),
-        ({"delay": timedelta(-1)}, "not negative"),
-        ({"delay": 5, "at": datetime.now(timezone.utc)}, "delay"),
-    ],
-)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"countdown": 5}, "countdown= is Celery's: write the seconds as the third argument"),
+    ({"eta": datetime.max}, "eta= is Celery's: write at="),
+    ({"expires": 5}, "expires= is Celery's: write max_late="),
+    ({"keys": "7"}, "unexpected keyword argument 'keys'"),
+    ({"delay": datetime.now(timezone.utc)}, "pass an instant as at="),
+    ({"delay": 5, "at": datetime.now(timezone.utc)}, "delay"),
+]
+
+
+@pytest.mark.parametrize(("options", "advice"), WRONG)
 def test_a_wrong_call_is_an_error_that_names_the_argument(
     delays: DelayTasks, options: Any, advice: str
 ) -> None:
@@ -151,150 +136,80 @@ def test_the_reference_lists_each_public_name() -> None:
     assert set(re.findall(r"- (\w+)$", members, re.MULTILINE)) == public_names() - TWINS
 
 
-# -- the path to the INSERT statement -------------------------------------------------------------
-
-
-def own_frames() -> list[str]:
-    """Return the functions of delaytasks on the call stack, the outermost first."""
-    found: list[str] = []
-    frame = inspect.currentframe()
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("delaytasks."):
-            found.insert(0, f"{frame.f_globals['__name__']}.{frame.f_code.co_name}")
-        frame = frame.f_back
-    return found
-
-
-#: The frames of a call without a key, and of a call with a key, which also takes the key.
-MAX_FRAMES = {None: 6, "k": 8}
-
-
-@pytest.mark.parametrize("session", [False, True], ids=["alone", "in_a_session"])
-@pytest.mark.parametrize("is_of_module", [False, True], ids=["method", "module"])
-@pytest.mark.parametrize("key", MAX_FRAMES)
-def test_a_call_reaches_the_insert_statement_within_few_frames(
-    delays: DelayTasks, app: Celery, url: str, session: bool, is_of_module: bool, key: str | None
-) -> None:
-    app.set_current()
-    schedule_delay = delaytasks.schedule_delay if is_of_module else delays.schedule_delay
-    seen: list[list[str]] = []
-
-    def note(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if statement.startswith("INSERT INTO yb_delay_task_message "):
-            seen.append(own_frames())
-
-    event.listen(Engine, "before_cursor_execute", note)
-    own: AbstractContextManager[Any] = create_engine(url).begin() if session else nullcontext()
-    try:
-        with own as connection:
-            task = schedule_delay("a", {}, 60, key=key, session=connection)
-    finally:
-        event.remove(Engine, "before_cursor_execute", note)
-    assert delays.get(task).tag == "a"
-    [frames] = seen
-    assert len(frames) <= MAX_FRAMES[key], frames
-
-
-MODES: dict[str, dict[str, Any]] = {"single": {}, "batch": {"batch": 9}, "thread": {"in_flight": 2}}
-
-
-@pytest.mark.parametrize("is_drain", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_requests_reach_processors_in_few_frames(world: World, is_drain: bool, mode: str) -> None:
-    seen: list[list[str]] = []
-    world.delays.processor("look", **MODES[mode])(lambda given: seen.append(own_frames()))
-    task = world.schedule("look")
-    report = run_chunk(world, queue="default") if is_drain else run_chunk(world, task)
-    assert report.error == ""
-    assert world.statuses([task]) == ["DONE"]
-    [frames] = seen
-    assert len(frames) <= 6, frames
-    # A row in flight begins in its own thread.
-    assert mode == "thread" or frames[0] == "delaytasks.worker.pool.run_chunk"
-
-
 # -- the functions of the package -----------------------------------------------------------------
 
+#: The beginning of a script, in an empty folder, that calls the functions of the package.
 STANDALONE = """
 import os
 os.chdir({folder!r})
-from celery import Celery
+import threading
+from celery import Celery, current_app
 from sqlalchemy import create_engine
 import delaytasks
-from delaytasks import ConfigError
+from delaytasks.testing import create_tables
+
+def schedule():
+    try:
+        task = delaytasks.schedule_delay("mail", {{}}, 60)
+        print(*[name for name in made if made[name].find(ids=task.id).tasks])
+    except delaytasks.ConfigError as error:
+        print(error)
+
+def schedule_twice():
+    schedule()
+    thread = threading.Thread(target=schedule)
+    thread.start()
+    thread.join()
+
+made = {{}}
 """
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[[str], str]:
-    """Run a script in an empty folder, and return what it prints."""
+def run(tmp_path: Path) -> Callable[[str], list[str]]:
+    """Run a script in an empty folder, and return the lines that it prints."""
 
-    def run(code: str) -> str:
+    def run(code: str) -> list[str]:
         script = STANDALONE.format(folder=str(tmp_path)) + code
-        return subprocess.check_output([sys.executable, "-c", script], text=True, timeout=120)
+        said = subprocess.check_output([sys.executable, "-c", script], text=True, timeout=120)
+        return said.splitlines()
 
     return run
 
 
-Run = Callable[[str], str]
+Run = Callable[[str], list[str]]
 
 
 def test_the_functions_use_the_instance_of_the_current_app_or_the_newest_one(run: Run) -> None:
     code = """
-import threading
-from delaytasks.testing import create_tables
-made = {}
 for name in ("old", "new"):
     made[name] = delaytasks.DelayTasks(Celery(name, broker="memory://"), f"sqlite:///{name}.sqlite3")
     with create_engine(f"sqlite:///{name}.sqlite3").begin() as connection:
         create_tables(connection, made[name])
-def schedule():
-    task = delaytasks.schedule_delay("mail", {}, 60)
-    print([name for name in made if made[name].find(ids=task.id).tasks])
 schedule()
 Celery("without", broker="memory://")
-schedule()
-thread = threading.Thread(target=schedule)
-thread.start()
-thread.join()
+schedule_twice()
 made["old"]._celery.set_current()
 schedule()
 delaytasks.processor("mail")(lambda body: None)
 print(made["old"]._registry.get("mail") is not None, made["new"]._registry.get("mail") is None)
-print(delaytasks.celery._standalone)
 """
-    *schedules, registries, modules = run(code).splitlines()
-    assert schedules == ["['new']", "['new']", "['new']", "['old']"]
-    assert (registries, modules) == ("True True", "None")
+    assert run(code) == ["new", "new", "new", "old", "True True"]
 
 
 def test_a_process_whose_celery_app_has_no_instance_schedules_nothing(run: Run) -> None:
-    code = """
-import threading
-app = Celery("shop", broker="memory://")
-def schedule():
-    try:
-        delaytasks.schedule_delay("mail", {}, 60)
-    except ConfigError as error:
-        print(error)
-schedule()
-thread = threading.Thread(target=schedule)
-thread.start()
-thread.join()
-print(os.listdir("."))
-"""
-    message, in_thread, files = run(code).splitlines()
+    code = 'app = Celery("shop", broker="memory://"); schedule_twice(); print(os.listdir("."))'
+    message, in_thread, files = run(code)
     assert message.startswith("the Celery app 'shop' has no DelayTasks: write delays = DelayTasks(")
     assert (in_thread, files) == (message, "[]")
 
 
 def test_a_process_without_a_celery_app_has_the_standalone_instance(run: Run) -> None:
     code = """
-from celery import current_app
 current_app.main  # Celery makes an app of its own
 print(delaytasks.current_delays() is __import__("delaytasks.celery", fromlist=["delays"]).delays)
 """
-    assert run(code) == "True\n"
+    assert run(code) == ["True"]
 
 
 def test_processors_that_no_app_would_serve_are_refused_with_the_remedy(run: Run) -> None:
@@ -302,10 +217,10 @@ def test_processors_that_no_app_would_serve_are_refused_with_the_remedy(run: Run
 delaytasks.processor("order.close")(lambda body: None)
 try:
     delaytasks.DelayTasks(Celery("shop"))
-except ConfigError as error:
+except delaytasks.ConfigError as error:
     print(error)
 """
-    assert re.search("before DelayTasks.*: order.close; import their modules", run(code))
+    assert re.search("before DelayTasks.*: order.close; import their modules", "".join(run(code)))
 
 
 # -- task options ---------------------------------------------------------------------------------
@@ -366,19 +281,13 @@ def test_ids_of_one_millisecond_differ_in_all_threads(world: World, stopped: Man
 
 
 def test_a_forked_child_makes_other_ids_than_its_parent(world: World, stopped: ManualClock) -> None:
-    read, write = os.pipe()
     world.delays.new_id()
-    for _ in range(4):
-        if (child := os.fork()) == 0:
-            os.write(write, b"%d " % world.delays.new_id())
-            os._exit(0)
-        os.waitpid(child, 0)
-    starts = {*map(int, os.read(read, 1000).split()), world.delays.new_id()}
-    os.close(read)
-    os.close(write)
+    starts = mmap.mmap(-1, 4 * 8)
+    for at in range(0, 32, 8):
+        assert in_child(lambda at=at: struct.pack_into("q", starts, at, world.delays.new_id()))  # type: ignore[misc]
     # Each starts at a random value below 131,072. Two starts are equal once in 13,000 runs, and all
     # of them are equal once in 10^20 runs.
-    assert len(starts) > 1
+    assert len({world.delays.new_id(), *struct.unpack("4q", starts)}) > 1
 
 
 def test_the_contracts_statuses_keep_their_numbers() -> None:

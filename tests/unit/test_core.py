@@ -7,15 +7,11 @@ import json
 import pickle
 import stat
 import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import datetime, timedelta, timezone
-from decimal import Decimal
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import UUID
 
 import pytest
 from hypothesis import example, given
@@ -26,20 +22,18 @@ import delaytasks as e
 from delaytasks.broker.redis_timer import redis_location
 from delaytasks.db import engines
 from delaytasks.db.database import Database
-from delaytasks.db.engines import MISSING, sqlite_path, translate
+from delaytasks.db.engines import translate
 from delaytasks.db.schema import BODY, RESULT
-from delaytasks.db.statements import _COPY_CHARACTERS, _COPY_ROWS, _copy_parts, _CopyFile
 from delaytasks.model import body as body_json
 from delaytasks.model import clock
-from delaytasks.model.body import Cipher, dump_flat, dump_json, encode_body, key_name
+from delaytasks.model.body import Cipher, dump_json, key_name
 from delaytasks.model.inputs import parse_duration, parse_instant, show_duration
-from delaytasks.model.task import is_encrypted
-from delaytasks.model.text import TABLES_REMEDY, Secret, mask_secret, mask_url, one_line, storable
+from delaytasks.model.text import Secret, mask_secret, mask_url, one_line, storable
 from delaytasks.operate import serving, texts
 from delaytasks.operate.serving import TokenBuckets
 from delaytasks.operate.texts import show_from_now, show_instant
 from delaytasks.run.runner import FailureReason
-from tests.fuzzing import fuzz, json_like, plain
+from tests.fuzzing import fuzz, json_like
 from tests.refusals import invalid
 from tests.world import MonkeyPatch
 from tests.world.recording import new_key
@@ -67,9 +61,7 @@ def test_long_text_is_cut_in_the_middle_and_keeps_its_end(character: str, limit:
 @example("a\r\nINFO forged \x1b[31m\u2028")
 def test_any_text_is_shown_on_one_line_and_stored(text: str) -> None:
     assert one_line(text).isprintable()
-    kept = storable(text, 1000)
-    assert "\x00" not in kept
-    assert len(kept.encode()) <= 1000 or len(text.encode(errors="replace")) <= 1000
+    assert "\x00" not in storable(text, 1000)
 
 
 REASONS = [
@@ -151,24 +143,6 @@ class Pair(NamedTuple):
 Colour = Enum("Colour", {"RED": "red"}, type=str)
 
 
-class Odd(str, Enum):
-    """An enum whose value differs from its text."""
-
-    A = "a"
-
-    def __new__(cls, text: str) -> Odd:
-        made = str.__new__(cls, text)
-        made._value_ = float("nan")
-        return made
-
-
-class Sly(dict[str, Any]):
-    """A dictionary whose `items` method hides its content."""
-
-    def items(self) -> Any:
-        return [("shown", 1)]
-
-
 VALUES = [{"a": [1, "é 😀", None, True]}, 2**70, Pair(1, 2), {"c": Colour.RED}, [-0.0, 1e300]]
 
 
@@ -182,51 +156,6 @@ def test_both_encoders_write_the_same_json_and_refuse_the_same(monkeypatch: Monk
             monkeypatch.setattr(body_json, "orjson", None)
     assert [json.loads(text) for text in fast] == [json.loads(dump_json(each)) for each in VALUES]
     assert " " not in "".join(fast).replace("é 😀", "")
-
-
-@pytest.mark.parametrize(
-    "body", [[Odd.A], {Odd.A: 1}, [Pair(1, 2)], Sly(held=2), [Sly(held=2)]], ids=range(5)
-)
-def test_a_body_of_subclasses_is_written_as_the_standard_library_does(body: Any) -> None:
-    assert encode_body(body, 1000) == json.dumps(body, separators=(",", ":"))
-
-
-Leaf = (
-    plain
-    | st.floats()
-    | st.text("a\x00\ud800é😀\\nul", max_size=8)
-    | st.sampled_from([Colour.RED, UUID(int=1), datetime(2026, 1, 1), Decimal(1), (1, 2)])
-)
-
-
-@given(st.dictionaries(st.text("ak\x00é\\", max_size=3) | Leaf, Leaf, max_size=3))
-@example({"a": 2**70, "b": "null"})
-@example({"a": float("nan")})
-@example({"a": "\x00"})
-@example({"a": "\ud800"})
-@example({"a": True, "b": 1.5, "c": None})
-@example({"a": UUID(int=1)})
-@example({"a": datetime(2026, 1, 1)})
-@example({"a": Colour.RED})
-def test_a_flat_body_is_written_or_refused_as_any_other(body: Any) -> None:
-    def encode() -> Any:
-        try:
-            return encode_body(body, 4000)
-        except e.DelayTaskError as error:
-            return type(error), str(error)
-
-    found = encode()
-    with MonkeyPatch.context() as patch:
-        patch.setattr(body_json, "dump_flat", lambda value: None)
-        assert encode() == found
-
-
-def test_only_small_flat_bodies_of_plain_values_use_the_short_path() -> None:
-    flat = {"a": 1, "é": "ü", "n": None, "x": -0.5}
-    assert dump_flat(flat) == '{"a":1,"é":"ü","n":null,"x":-0.5}'
-    bodies: list[Any] = [{"a": "x" * 1000}, dict.fromkeys(map(str, range(1000)), 1), {"a": []}]
-    bodies += [[1], {"a": Colour.RED}, {"a": "\\"}]
-    assert [dump_flat(body) for body in bodies] == [None] * len(bodies)
 
 
 # -- secrets --------------------------------------------------------------------------------------
@@ -279,19 +208,9 @@ def test_a_secret_can_be_used_like_any_other_text() -> None:
     assert type(pickle.loads(pickle.dumps(secret))) is Secret
 
 
-A, B = new_key(), new_key()
+A = new_key()
 #: A column, an id and a tag.
 PLACE = (BODY, 7, "mail")
-
-
-@given(st.text(st.characters(blacklist_categories=("Cs",))))
-def test_any_text_is_decrypted_to_itself(text: str) -> None:
-    cipher = Cipher([A, B])
-    sealed = cipher.seal(text, *PLACE)
-    assert is_encrypted(sealed)
-    assert sealed.isascii()
-    assert cipher.read(sealed, *PLACE) == Cipher([B, A]).read(sealed, *PLACE) == text
-    assert Cipher([B]).read(sealed, *PLACE) == sealed
 
 
 def test_a_text_can_only_be_decrypted_in_its_own_row_and_column() -> None:
@@ -331,12 +250,6 @@ def test_the_redis_is_the_brokers_unless_one_is_named(given: str, broker: Any, u
     assert ";".join(redis_location(given, broker).urls) == url
 
 
-def test_sentinels_are_asked_for_the_primary_that_the_url_or_celery_names() -> None:
-    url, options = "sentinel://:secret@a:26379/2;sentinel://b", {"master_name": "shop"}
-    assert redis_location("", url, options).primary == "shop"
-    assert redis_location(url + "?master_name=mail", None, options).primary == "mail"
-
-
 INVALID: list[tuple[str, Any]] = [("", "amqp://u:secret@b"), ("http://u:secret@a", "redis://b")]
 WRONG = ["", "redis://:se/cret@a", "redis://a:port/0", "redis://[::1", "redis://a/0?nonsense=1"]
 INVALID += [(url, None) for url in (*WRONG, "rediss://a?ssl_cert_reqs=x")]
@@ -353,24 +266,23 @@ def test_a_wrong_redis_is_an_error_that_shows_no_password(given: str, broker: An
 # -- the URL of the database ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "ours"),
-    [
-        ("postgresql://h/d", "postgresql+psycopg2://h/d"),
-        ("postgres://h/d", "postgresql+psycopg2://h/d"),
-        ("postgresql+psycopg2://h/d?sslmode=require", "postgresql+psycopg2://h/d?sslmode=require"),
-        ("postgresql+psycopg://me:p%40ss@h:5433/d", "postgresql+psycopg://me:p%40ss@h:5433/d"),
-        ("postgresql+psycopg_async://h/d", "postgresql+psycopg://h/d"),
-        ("postgresql+asyncpg://h/d?ssl=require", "postgresql+psycopg2://h/d?sslmode=require"),
-        ("mysql+aiomysql://h/d", "mysql+pymysql://h/d"),
-        ("mysql+mysqldb://h/d?charset=utf8", "mysql+pymysql://h/d?charset=utf8"),
-        ("mariadb://h/d", "mariadb+pymysql://h/d"),
-        ("sqlite+aiosqlite:////srv/d.sqlite3", "sqlite:////srv/d.sqlite3"),
-        ("sqlite://", "sqlite://"),
-    ],
-)
-def test_a_url_with_the_driver_of_the_callers_application_works(given: str, ours: str) -> None:
-    assert Database(given).url.render_as_string(hide_password=False) == ours
+DRIVERS = {
+    "postgresql://h/d": "postgresql+psycopg2://h/d",
+    "postgres://h/d": "postgresql+psycopg2://h/d",
+    "postgresql+psycopg://me:p%40ss@h:5433/d": "postgresql+psycopg://me:p%40ss@h:5433/d",
+    "postgresql+psycopg_async://h/d": "postgresql+psycopg://h/d",
+    "postgresql+asyncpg://h/d?ssl=require": "postgresql+psycopg2://h/d?sslmode=require",
+    "mysql+aiomysql://h/d": "mysql+pymysql://h/d",
+    "mysql+mysqldb://h/d?charset=utf8": "mysql+pymysql://h/d?charset=utf8",
+    "mariadb://h/d": "mariadb+pymysql://h/d",
+    "sqlite+aiosqlite:////srv/d.sqlite3": "sqlite:////srv/d.sqlite3",
+    "sqlite://": "sqlite://",
+}
+
+
+def test_a_url_with_the_driver_of_the_callers_application_works() -> None:
+    ours = {url: Database(url).url.render_as_string(hide_password=False) for url in DRIVERS}
+    assert ours == DRIVERS
 
 
 SAME = [
@@ -382,37 +294,24 @@ SAME = [
 DIFFERENT = [
     ("postgresql:///d?host=h1&host=h2", "postgresql:///d?host=h3&host=h4"),
     ("postgresql:///d?host=h:1&host=i:1", "postgresql:///d?host=h:2&host=i:2"),
-    ("postgresql:///d?host=/run/a", "postgresql:///d?host=/run/b"),
     ("postgresql:///d?service=a", "postgresql:///d?service=b"),
     ("postgresql://h/d", "postgresql://h/e"),
     ("mysql://localhost/d?unix_socket=/run/a", "mysql://localhost/d?unix_socket=/run/b"),
     ("mysql://h/d", "postgresql://h/d"),
     ("sqlite:////srv/d", "sqlite:////srv/e"),
 ]
-PAIRS = [*((pair, True) for pair in SAME), *((pair, False) for pair in DIFFERENT)]
 
 
-@pytest.mark.parametrize(("urls", "is_same"), PAIRS)
-def test_users_and_drivers_do_not_distinguish_databases(
-    urls: tuple[str, str], is_same: bool
-) -> None:
-    assert engines.is_same_database(*map(make_url, urls)) is is_same
+def test_users_and_drivers_do_not_distinguish_databases() -> None:
+    for pairs, is_same in ((SAME, True), (DIFFERENT, False)):
+        for one, other in pairs:
+            same = engines.is_same_database(make_url(one), make_url(other))
+            assert same is is_same, (one, other)
 
 
 def test_options_of_the_postgresql_url_are_kept_and_win() -> None:
     given = make_url("postgresql://h/d?options=-c%20lock_timeout%3D1s")
     assert engines._postgresql_options(given).endswith(" -c lock_timeout=1s")
-    usual = engines._postgresql_options(make_url("postgresql://h/d"))
-    assert usual.startswith("-c lock_timeout=1s -c default_tr")
-
-
-def test_a_session_without_tables_may_be_on_another_database() -> None:
-    database = Database("postgresql://ann:s3cr3t@db/shop")
-    same = database.remedy_at(make_url("postgresql+asyncpg://bob:s3cr3t@db:5432/shop"))
-    assert same == f"to make the tables, {TABLES_REMEDY}"
-    other = database.remedy_at(make_url("postgresql+asyncpg://bob:s3cr3t@db/other"))
-    assert "the session is on postgresql+asyncpg://bob:***@db/other, and" in other
-    assert "database_url is postgresql+psycopg2://ann:***@db/shop: open the session" in other
 
 
 # -- the errors of the database's driver ----------------------------------------------------------
@@ -503,7 +402,6 @@ def test_a_deadlock_that_removed_the_savepoint_is_tried_again() -> None:
 QUOTING = [
     error(1062, f"Duplicate entry '{WORD}' for key 'PRIMARY'", kind=exc.IntegrityError),
     error(1366, f"Incorrect string value: '{WORD}' for column", kind=exc.DataError),
-    error(1292, f"Truncated incorrect DOUBLE value: '{WORD}'"),
     error(f'invalid input syntax for type integer: "{WORD}"', state="22P02", kind=exc.DataError),
 ]
 
@@ -519,32 +417,6 @@ def test_an_error_names_its_number_and_no_values(failure: Any) -> None:
     assert WORD not in f"{failure.orig!s} {failure.orig!r}"
 
 
-def test_missing_tables_are_told_from_others() -> None:
-    missing = [error("gone", state=state) for state in ("42P01", "42703", "3F000")]
-    missing += [error(code, "gone") for code in (1146, 1054)]
-    missing.append(sqlite_error("no such table: yb_delay_task_message"))
-    missing.append(sqlite_error("table yb_delay_task_message has no column named meta"))
-    others = [error('prepared statement "s_1" does not exist', state="26000")]
-    others += [error(1305, "SAVEPOINT s does not exist"), sqlite_error("no such savepoint: s")]
-    assert [MISSING.caused(each.orig) for each in missing + others] == [True] * 7 + [False] * 3
-
-
-# -- COPY receives its text in parts --------------------------------------------------------------
-
-
-def rows(count: int, body: str = "{}") -> Iterator[tuple[Any, ...]]:
-    return ((n, body, "2030-01-01", "tag") for n in range(count))
-
-
-def test_all_rows_come_in_parts_and_then_nothing() -> None:
-    text = _CopyFile(_copy_parts(rows(2 * _COPY_ROWS + 1)))
-    read: Callable[[], str] = partial(text.read, 8192)
-    assert [part.count("\n") for part in iter(read, "")] == [_COPY_ROWS, _COPY_ROWS, 1]
-    assert [part.count("\n") for part in _copy_parts(rows(2 * _COPY_ROWS))] == [_COPY_ROWS] * 2
-    large = _copy_parts(rows(10, "x" * (_COPY_CHARACTERS // 2)))
-    assert [part.count("\n") for part in large] == [2] * 5, "few rows of large bodies"
-
-
 # -- the file of an SQLite database ---------------------------------------------------------------
 
 
@@ -558,12 +430,3 @@ def test_a_missing_file_is_an_error_and_made_for_its_owner(tmp_path: Path) -> No
     database.autocommitted(lambda c: c.exec_driver_sql("CREATE TABLE t (a)"))
     database.dispose()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-PATHS: list[Any] = [("sqlite:///a.db", "a.db"), ("sqlite:///file:a.db?uri=true", None)]
-PATHS += [("sqlite://", None), ("sqlite:///:memory:", None), ("postgresql://h/d", None)]
-
-
-@pytest.mark.parametrize(("url", "path"), PATHS)
-def test_the_path_of_a_url(url: str, path: str | None) -> None:
-    assert sqlite_path(make_url(url)) == (None if path is None else Path(path))
