@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
 from contextlib import closing
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
@@ -37,17 +38,6 @@ def patient(timer: ArmingThread, monkeypatch: pytest.MonkeyPatch) -> ArmingThrea
     return timer
 
 
-def test_due_tasks_are_sent_together(timer: ArmingThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    timer.change(monkeypatch, send_interval_s=3600.0)
-    timer.arm([entry(0, 0)])
-    wait_until(lambda: timer.broker.calls, 10, "the first call, which does not wait")
-    for id in range(1, 4):
-        timer.arm([entry(id, 0)])
-        threading.Event().wait(0.05)  # time for a thread that would send each by itself
-    assert timer.flush(5)
-    assert [len(call) for call in timer.broker.calls] == [1, 3]
-
-
 def test_a_task_that_is_due_now_is_sent_immediately(patient: ArmingThread) -> None:
     patient.arm([entry(1, 60)])
     patient.arm([entry(2, 0)])
@@ -60,40 +50,16 @@ def test_memory_is_bounded_in_outages(timer: ArmingThread, monkeypatch: pytest.M
     timer.arm([entry(0, 0)])
     wait_until(lambda: timer.broker.calls, 10, "the first call")
     answers = [timer.arm([entry(id)]) for id in range(1, 100)]
-    assert answers[:5] == [True] * 5
-    assert answers[50:] == [False] * 49
+    assert answers == sorted(answers, reverse=True)
+    assert 5 <= sum(answers) <= 12
     timer.broker.gate.set()
     assert timer.flush(5)
     assert len(timer.broker.ids) <= 12
     assert timer.arm([entry(100)])
-    assert timer.flush(5)
-    assert timer.broker.ids[-1] == 100
-
-
-def test_a_closed_timer_has_sent_all_and_can_be_used_again(timer: ArmingThread) -> None:
-    timer.arm([entry(1)])
     timer.close()
-    assert timer.broker.ids == [1]
-    assert timer.arm([entry(2, 0)])
-    wait_until(lambda: 2 in timer.broker.ids, 5, "the next one")
-
-
-USE, REGISTER = "timer.arm([entry(1)])", "atexit.register(lambda: timer.arm([entry(2)]))"
-
-
-@pytest.mark.parametrize("steps", [(REGISTER, USE), (USE, REGISTER)], ids=["before", "after"])
-def test_tasks_that_a_script_schedules_in_its_exit_handlers_are_sent(steps: tuple[str]) -> None:
-    """A handler that was registered before the first call runs after the timer's own."""
-    script = [
-        "import atexit",
-        "from tests.unit.test_background import ArmingThread, Printer, entry",
-        "timer = ArmingThread(Printer())",
-        *steps,
-    ]
-    command = [sys.executable, "-c", "\n".join(script)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    assert (run.returncode, run.stderr) == (0, "")
-    assert {*run.stdout.split()} == {"1", "2"}
+    assert timer.broker.ids[-1] == 100
+    assert timer.arm([entry(101, 0)])
+    wait_until(lambda: 101 in timer.broker.ids, 5, "an entry that comes after the close")
 
 
 class Printer(SlowBroker):
@@ -102,17 +68,35 @@ class Printer(SlowBroker):
         return True
 
 
-@pytest.mark.parametrize("context", [ForkContext(), SpawnContext()])
-def test_the_last_tasks_of_a_multiprocess_child_are_sent(context: Any) -> None:
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=arm_last, args=(sender,))
-    child.start()
-    sender.close()
-    with receiver:
-        assert receiver.poll(20)
-        assert receiver.recv() == [7]
-    child.join(10)
-    assert child.exitcode == 0
+BEGIN = """
+import atexit, os
+from tests.unit.test_background import ArmingThread, Printer, entry
+timer = ArmingThread(Printer())
+"""
+USE, REGISTER = "timer.arm([entry(1)])", "atexit.register(lambda: timer.arm([entry(2)]))"
+#: As with `gunicorn --preload -k gevent`, if the application schedules while it is imported.
+GEVENT = """
+from gevent import monkey
+timer.arm([entry(1)])
+timer.flush()
+pid = os.fork()
+if pid == 0:
+    monkey.patch_all()
+    timer.arm([entry(2)])
+    os._exit(not timer.flush())
+os.waitpid(pid, 0)
+"""
+#: A handler that was registered before the first call runs after the timer's own.
+SCRIPTS = {"before": f"{REGISTER}\n{USE}", "after": f"{USE}\n{REGISTER}", "gevent": GEVENT}
+
+
+@pytest.mark.parametrize("code", SCRIPTS.values(), ids=SCRIPTS)
+def test_tasks_of_exit_handlers_and_of_children_that_gevent_patches_are_sent(code: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", BEGIN + code]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0
+    assert run.stderr == "" or code is GEVENT
+    assert sorted(run.stdout.split()) == ["1", "2"]
 
 
 class PipeTimer(SlowBroker):
@@ -131,34 +115,39 @@ def arm_last(pipe: Connection) -> None:
     ArmingThread(PipeTimer(pipe)).arm([entry(7)])
 
 
+@pytest.mark.parametrize("context", [ForkContext(), SpawnContext()])
+def test_the_last_tasks_of_a_multiprocess_child_are_sent(context: Any) -> None:
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=arm_last, args=(sender,))
+    child.start()
+    sender.close()
+    with receiver:
+        assert receiver.poll(20)
+        assert receiver.recv() == [7]
+    child.join(10)
+    assert child.exitcode == 0
+
+
 UWSGI = [({"processes": b"4"}, False), ({"enable-threads": True}, True), ({"threads": b"2"}, True)]
 
 
-@pytest.mark.parametrize(("options", "expected"), [*UWSGI, (None, True)])
+@pytest.mark.parametrize(("options", "expected"), UWSGI)
 def test_uwsgi_without_threads_is_recognized(
-    options: dict[str, object] | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, object], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if options is not None:
-        monkeypatch.setitem(sys.modules, "uwsgi", SimpleNamespace(opt=options))
+    monkeypatch.setitem(sys.modules, "uwsgi", SimpleNamespace(opt=options))
     with closing(delays_on("sqlite://")) as delays:
         assert arms_in_background(delays) is expected
 
 
-def test_a_failure_loses_one_call(timer: ArmingThread, caplog: pytest.LogCaptureFixture) -> None:
-    timer.broker.fails = 1
-    timer.arm([entry(1, 0)])
-    assert timer.flush(5)
-    for id in (2, 3):
-        timer.arm([entry(id, 0)])
-        wait_until(lambda id=id: id in timer.broker.ids, 5, "the next one")  # type: ignore[misc]
-    assert "arming 1 tasks failed" in caplog.text
-    assert "OSError: as asked" in caplog.text
-
-
-def test_after_an_error_nobody_takes_the_rows_for_armed(timer: ArmingThread) -> None:
+def test_after_a_failure_of_a_call_its_rows_do_not_count_as_armed_and_others_are_sent(
+    timer: ArmingThread, caplog: pytest.LogCaptureFixture
+) -> None:
     timer.broker.fails = 1
     assert (timer.sender.arm([entry(1)]), timer.is_up) == (False, False), "a sweep marks nothing"
     assert (timer.sender.arm([entry(2)]), timer.is_up) == (True, True)
+    assert "arming 1 tasks failed" in caplog.text
+    assert "OSError: as asked" in caplog.text
 
 
 def test_a_call_waits_for_the_messages_of_each_queue() -> None:
@@ -172,35 +161,34 @@ def test_a_call_waits_for_the_messages_of_each_queue() -> None:
             timer.broker.gate.clear()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_died_is_replaced_by_the_next_call(timer: ArmingThread) -> None:
-    arm, timer.broker.arm = timer.broker.arm, die  # type: ignore[method-assign]
-    timer.arm([entry(1, 0)])
-    wait_until(lambda: timer.has_died, 5, "the thread to die")
-    timer.broker.arm = arm  # type: ignore[method-assign]
-    timer.arm([entry(2, 0)])
-    assert timer.flush(5)
-    assert timer.broker.ids == [2]
-
-
-def test_without_threads_calls_send(timer: ArmingThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        assert timer.arm([entry(1)])
-        assert timer.broker.ids == [1]
-    assert timer.arm([entry(2)])
-    assert timer.flush(5)
-    assert timer.broker.ids == [1, 2]
-
-
 def die(*_: object) -> bool:
     raise SystemExit
 
 
-def test_a_forked_child_sends_its_own_entries_and_none_of_its_parent(patient: ArmingThread) -> None:
+def refuse(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_without_threads_calls_send_and_a_thread_that_died_is_replaced(
+    timer: ArmingThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert timer.arm([entry(1)])
+        assert timer.broker.ids == [1]
+    with monkeypatch.context() as patched:
+        patched.setattr(timer.broker, "arm", die)
+        timer.arm([entry(2, 0)])
+        wait_until(lambda: timer.has_died, 5, "the thread to die")
+    assert timer.arm([entry(3)])
+    assert timer.flush(5)
+    assert timer.broker.ids == [1, 3]
+
+
+def test_a_forked_child_sends_its_own_entries_and_none_of_its_parent(
+    patient: ArmingThread, pool: Executor
+) -> None:
     patient.arm([entry(1, 100)])
 
     def work() -> bool:
@@ -209,31 +197,20 @@ def test_a_forked_child_sends_its_own_entries_and_none_of_its_parent(patient: Ar
 
     assert in_child(work)
     assert patient.broker.calls == []
-    assert patient.flush(5)
-    assert patient.broker.ids == [1]
+    has_lock, goes_on = threading.Event(), threading.Event()
 
-
-def test_a_child_forked_while_a_thread_holds_the_lock_can_arm(timer: ArmingThread) -> None:
-    has_it, goes_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with timer.locked():
-            has_it.set()
+    def hold_lock() -> None:
+        with patient.locked():
+            has_lock.set()
             assert goes_on.wait(10)
 
-    owner = threading.Thread(target=hold)
-    owner.start()
-    assert has_it.wait(5)
-
-    def work() -> bool:
-        timer.arm([entry(2, 0)])
-        return timer.flush(5) and timer.broker.ids == [2]
-
-    try:
-        assert in_child(work)
-    finally:
-        goes_on.set()
-        owner.join()
+    holding = pool.submit(hold_lock)
+    assert has_lock.wait(5)
+    assert in_child(work)
+    goes_on.set()
+    holding.result(5)
+    assert patient.flush(5)
+    assert patient.broker.ids == [1]
 
 
 def test_a_time_limit_of_the_caller_ends_its_wait_alone(timer: ArmingThread) -> None:
@@ -251,28 +228,3 @@ def test_a_time_limit_of_the_caller_ends_its_wait_alone(timer: ArmingThread) -> 
     timer.broker.gate.set()
     assert timer.flush(5)
     assert (len(timer.broker.ids), timer.is_up) == (101, True)
-
-
-GEVENT_AFTER_FORK = """
-import os
-from gevent import monkey
-from tests.unit.test_background import ArmingThread, SlowBroker, entry
-timer = ArmingThread()
-timer.arm([entry(1)])
-timer.flush()
-pid = os.fork()
-if pid == 0:
-    monkey.patch_all()
-    timer.broker.armed.clear()
-    timer.arm([entry(2)])
-    print(timer.flush(), timer.broker.ids, flush=True)
-    os._exit(0)
-os.waitpid(pid, 0)
-"""
-
-
-def test_a_child_that_gevent_patches_after_the_fork_arms_its_entries() -> None:
-    """As with `gunicorn --preload -k gevent`, if the application schedules while it is imported."""
-    command = [sys.executable, "-W", "ignore", "-c", GEVENT_AFTER_FORK]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert run.stdout == "True [2]\n", run.stderr

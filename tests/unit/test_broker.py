@@ -30,47 +30,37 @@ from tests.world.recording import ManualTime, delays_on
 class HubPool:
     """Registers a timer, as Celery's prefork pool does."""
 
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
-        self.ticked = 0
+    ticked = 0
 
     def register_with_event_loop(self, hub: Hub) -> None:
-        if self.fails:
-            raise OSError("no pipe")
         hub.call_repeatedly(0.01, self.tick)
 
     def tick(self) -> None:
         self.ticked += 1
 
 
+class BrokenPool:
+    def register_with_event_loop(self, hub: Hub) -> None:
+        raise OSError("no pipe")
+
+
 def test_the_event_loop_runs_during_a_long_connect_and_is_unchanged_afterwards() -> None:
-    hub, pool = Hub(), HubPool()
+    hub, pool, is_over = Hub(), HubPool(), threading.Event()
 
     def transports() -> None:
         raise AssertionError("a transport's callback is not called meanwhile")
 
-    def connect() -> str:
-        wait_until(lambda: pool.ticked > 2, 10, "the event loop to turn")
-        return "connected"
-
     hub.on_tick.add(transports)
     with closing(hub):
-        assert connect_in_background(hub, pool, connect) == "connected"
-        assert hub.on_tick == {transports}
+        ticks = connect_in_background(
+            hub, pool, lambda: wait_until(lambda: pool.ticked, 10, "a turn of the event loop")
+        )
+        assert ticks
         assert all(scheduled.entry.canceled for scheduled in hub.timer.queue)
-
-
-def test_an_event_loop_whose_pool_cannot_register_keeps_its_callbacks() -> None:
-    hub = Hub()
-
-    def transports() -> None: ...
-
-    hub.on_tick.add(transports)
-    is_over = threading.Event()
-    with closing(hub), pytest.raises(OSError, match="no pipe"):
-        connect_in_background(hub, HubPool(fails=True), lambda: is_over.wait(30))
-    is_over.set()
-    assert hub.on_tick == {transports}
+        with pytest.raises(OSError, match="no pipe"):
+            connect_in_background(hub, BrokenPool(), lambda: is_over.wait(30))
+        is_over.set()
+        assert hub.on_tick == {transports}
 
 
 # -- if a broker refuses one queue, it still receives the messages of the others ------------------
@@ -88,13 +78,9 @@ def test_a_refused_queue_is_tried_again_after_its_pause_and_reported_once(
 
     def sends(queue: str) -> bool:
         """Schedule a task that is due soon, and return whether its queue has one message more."""
-        before = size(queue)
+        before = connection.default_channel._size(f"refusal.{queue}")
         delays.schedule_delay("mail", None, 1, queue=queue)
-        return size(queue) == before + 1
-
-    def size(queue: str) -> int:
-        found: int = connection.default_channel._size(f"refusal.{queue}")
-        return found
+        return bool(connection.default_channel._size(f"refusal.{queue}") == before + 1)
 
     monkeypatch.setattr(Queue, "declare", declare_or_refuse)
     open_store(sqlite_path()).close()
@@ -112,8 +98,7 @@ def test_a_refused_queue_is_tried_again_after_its_pause_and_reported_once(
         assert not sends("bad")
         time.at += 5.1
         assert not sends("bad")
-        # Once when it begins, not at each try.
-        assert delays.events.counts["queue.refused"] == 2
+        assert delays.events.counts["queue.refused"] == 2, "once when it begins, not at each try"
 
 
 # -- A machine without services sends messages through files --------------------------------------
@@ -137,38 +122,31 @@ def test_the_standalone_app_uses_files_unless_a_broker_is_given(where: str, tmp_
         environ["CELERY_BROKER_URL"] = "redis://given:1/0"
     elif where:
         (tmp_path / "celeryconfig.py").write_text("broker_url = 'redis://given:1/0'\n")
-    code = "from delaytasks.celery import app; print(app.conf.broker_url)"
-    command = [sys.executable, "-c", code]
+    command = [
+        sys.executable,
+        "-c",
+        "from delaytasks.celery import app; print(app.conf.broker_url)",
+    ]
     said = subprocess.check_output(command, cwd=tmp_path, env=environ, text=True)
-    files = files_url(tmp_path / ".delaytasks")
-    assert said.strip() == ("redis://given:1/0" if where else files)
+    assert said.strip() == ("redis://given:1/0" if where else files_url(tmp_path / ".delaytasks"))
     assert not (tmp_path / ".delaytasks").exists()
 
 
-def test_queues_are_bound_and_unbound_one_by_one(channel: Any) -> None:
-    for queue in ("first", "second", "second"):
-        channel._queue_bind("news/..", "", None, queue)
-    assert {row.queue for row in channel.get_table("news/..")} == {"first", "second"}
+def test_bindings_are_made_and_deleted_one_by_one(channel: Any, tmp_path: Path) -> None:
+    longest = f"delaytasks.{'q' * 100}"
+    for queue in ("first", longest, longest):
+        channel._queue_bind("news/..", queue, None, queue)
+    assert {row.queue for row in channel.get_table("news/..")} == {"first", longest}
     channel._put("first", {})
-    channel._delete("first", "news/..", "", None, "first")
-    assert [row.queue for row in channel.get_table("news/..")] == ["second"]
+    channel._delete("first", "news/..", "first", None, "first")
+    assert [tuple(row) for row in channel.get_table("news/..")] == [(longest, "", longest)]
     assert channel._size("first") == 0
-
-
-def test_the_bindings_of_a_deleted_folder_are_made_again(channel: Any, tmp_path: Path) -> None:
-    channel._queue_bind("news", "", None, "mine")
     shutil.rmtree(tmp_path / "broker")
     with Connection(files_url(tmp_path)) as other:
         other.channel()._put("other", {})  # makes the folder first
     with pytest.raises(Empty):
-        channel._get("mine")
-    assert [row.queue for row in channel.get_table("news")] == ["mine"]
-
-
-def test_a_binding_of_the_longest_queue_has_a_file_name(channel: Any) -> None:
-    queue = f"delaytasks.{'q' * 100}"
-    channel._queue_bind("delaytasks", queue, None, queue)
-    assert [tuple(row) for row in channel.get_table("delaytasks")] == [(queue, "", queue)]
+        channel._get(longest)
+    assert [row.queue for row in channel.get_table("news/..")] == [longest], "it is made again"
 
 
 #: This program prints the messages that it receives until the message is "stop".
@@ -188,11 +166,8 @@ def test_each_message_is_read_by_one_of_many_readers(tmp_path: Path) -> None:
     command = [sys.executable, "-c", READER, url]
     readers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     with Connection(url) as connection, connection.SimpleQueue("q", serializer="json") as queue:
-        for number in range(200):
-            queue.put(f"{number:03}")
-        for _ in readers:
-            queue.put("stop")
+        for number in [*range(200), *["stop"] * 3]:
+            queue.put(f"{number}")
     read = [reader.communicate(timeout=60)[0].split() for reader in readers]
     assert [reader.returncode for reader in readers] == [0, 0, 0]
-    found = sorted(text for texts in read for text in texts)
-    assert found == [f"{number:03}" for number in range(200)]
+    assert sorted(int(text) for texts in read for text in texts) == [*range(200)]
