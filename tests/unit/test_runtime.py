@@ -1,21 +1,24 @@
-"""The main process of a worker: its loops, and the entries that it holds."""
+"""The main process of a worker: its loops and Celery's, its entries, and the forks of a process."""
 
 from __future__ import annotations
 
-import secrets
+import asyncio
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import closing
-from threading import Event, Timer
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import insert
 
 from tests.conftest import open_store
-from tests.proxy import proxy_to
-from tests.waiting import wait_until
-from tests.world import Entry, MainProcess, MakeWorld, WaitlistState, World
-from tests.world.loops import AtWork
+from tests.waiting import in_child, wait_until
+from tests.world import Entry, MainProcess, MakeWorld, World
+from tests.world.loops import AtWork, worker_hub
+from tests.world.recording import delays_on
+
+LOOPS = "statistics wheel dispatcher leases sweep policies calls redis_poller redis_listener"
 
 
 @pytest.fixture
@@ -30,15 +33,25 @@ def main(world: World) -> Iterator[MainProcess]:
         yield main
 
 
-LOOPS = "statistics wheel dispatcher leases sweep policies calls redis_poller redis_listener"
+# -- the loops of a worker, and of Celery ---------------------------------------------------------
 
 
-def test_a_worker_has_the_expected_loops(at_work: AtWork) -> None:
+def test_each_loop_of_a_worker_turns_and_continues_after_failures(at_work: AtWork) -> None:
     def have_turned() -> bool:
         return all(loop["turned_s_ago"] is not None for loop in at_work.info.values())
 
     wait_until(have_turned, 5, "the first turn of each")
     assert sorted(at_work.info) == sorted(LOOPS.split())
+    errors = [ValueError("as asked"), SystemExit()]
+
+    def fail() -> None:
+        raise errors.pop()
+
+    while errors:
+        at_work.world.events.clear()
+        thread = at_work.plan("leases", fail)
+        wait_until(lambda: at_work.world.told("loop.failed"), 5, "the failure to be told")
+        assert at_work.turn("leases") is thread
 
 
 @pytest.mark.slow
@@ -50,22 +63,36 @@ def test_a_late_timing_wheel_is_reported(at_work: AtWork) -> None:
     wait_until(lambda: at_work.held == 0, 15, "the entry to be brought out")
 
 
-def test_entries_that_become_due_while_a_worker_stops_are_sent_back(
-    main: MainProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    close = main.dispatcher.close
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_another_thread_wakes_an_event_loop_that_waits(is_reset: bool) -> None:
+    hub, called, is_over = worker_hub(), list[int](), threading.Event()
+    hub.timer.max_interval = 60
+    hub.call_later(60, lambda: None)
+    if is_reset:  # a worker that loses its broker resets the hub
+        hub.call_soon(lambda: None)
+        next(hub.create_loop())
+        hub.reset()
+    silent, other_end = socket.socketpair()
+    hub.add_reader(silent, lambda: None)
 
-    def close_in_its_time() -> Any:
-        left = close()
-        wait_until(lambda: main.held == 0, 5, "the wheel to bring out what it still can")
-        return left
+    def run() -> None:
+        loop = hub.create_loop()
+        while not is_over.is_set():
+            next(loop)
 
-    monkeypatch.setattr(main.dispatcher, "close", close_in_its_time)
-    main.runtime.start()
-    entry = Entry(1, 0, main.clock.now_us() + 500_000)
-    main.dispatcher.receive([entry])
-    main.runtime.stop()
-    assert main.world.broker.armed == [entry]
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    with silent, other_end, closing(hub):
+        for number in range(3):
+            hub.call_soon(called.append, number)
+            wait_until(lambda number=number: len(called) > number, 10, "the loop to wake")  # type: ignore[misc]
+        is_over.set()
+        hub.call_soon(called.append, 3)
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+# -- the entries of a worker ----------------------------------------------------------------------
 
 
 def test_entries_that_a_stopped_worker_receives_are_sent_back(main: MainProcess) -> None:
@@ -78,7 +105,7 @@ def test_entries_that_a_stopped_worker_receives_are_sent_back(main: MainProcess)
     assert broker.armed == [early, due]
     # One message, since this worker may receive it again.
     assert broker.requested_drains == [("default", [0, 5], 1)]
-    assert (main.held, main.dispatcher.waiting) == (0, 0)
+    assert (main.held, main.waiting) == (0, 0)
     main.runtime.stop()
     assert (len(broker.armed), len(broker.requested_drains)) == (2, 1)
 
@@ -94,17 +121,6 @@ def test_a_chunk_states_that_its_worker_has_not_read_the_policies_yet(main: Main
     assert second
 
 
-def test_a_stopping_worker_requests_its_unfinished_drains_once(main: MainProcess) -> None:
-    main.take(20)
-    main.drain("default", 5, 0)
-    main.pool.limit = 0  # no other chunk begins
-    main.end(waitlists=(WaitlistState("mail", "note", 0),))
-    for _ in range(2):
-        main.runtime.stop()
-    asked = [drain[:2] for drain in main.world.broker.requested_drains]
-    assert asked == [("mail", []), ("default", [0, 5])]
-
-
 def test_an_entry_far_beyond_the_horizon_is_not_held(main: MainProcess) -> None:
     now = main.clock.now_us()
     main.dispatcher.receive([Entry(1, 0, now + 20_000_000), Entry(2, 0, now + 10**13)])
@@ -112,47 +128,37 @@ def test_an_entry_far_beyond_the_horizon_is_not_held(main: MainProcess) -> None:
     assert main.world.count("message.refused") == 1
 
 
-@pytest.mark.slow
-def test_a_worker_whose_connections_became_silent_reports_in_time(postgresql_url: str) -> None:
-    proxy, prefix = proxy_to(postgresql_url), f"runtime{secrets.token_hex(4)}_"
-    store = open_store(proxy.url(postgresql_url), table_prefix=prefix)
-    world, direct = World(store), open_store(postgresql_url, table_prefix=prefix)
-    at_work = AtWork(world)
-    try:
-        wait_until(direct.workers.all, 10, "the first report")
-        proxy.strand()
-        stranded_at = direct.tasks.now()
-        wait_until(
-            lambda: all(worker["seen_at"] > stranded_at for worker in direct.workers.all()),
-            12,
-            "a report by a new connection",
-        )
-        wait_until(lambda: world.count("sweep.done"), 40, "a sweep by a new connection")
-    finally:
-        at_work.close()
-        world.close()
-        store.close()
-        proxy.close()  # ends the transaction of a connection that became silent in it
-        direct.schema.metadata.drop_all(direct.database.tx)
-        direct.close()
+# -- forks ----------------------------------------------------------------------------------------
 
 
-def test_a_report_under_way_leaves_no_row_of_a_stopped_worker(
-    main: MainProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workers, begun, go_on, ended = main.runtime.store.workers, Event(), Event(), Event()
-    report = workers.report
+def test_a_child_forked_during_a_write_of_sqlite_is_not_locked_out(world: World) -> None:
+    writes, ends = threading.Event(), threading.Event()
 
-    def report_slowly(*values: Any) -> None:
-        begun.set()
-        go_on.wait(5)
-        report(*values)
-        ended.set()
+    def write() -> None:
+        with world.begin() as connection:
+            connection.execute(insert(world.table()).values(tag="note", message_body="{}"))
+            writes.set()
+            ends.wait(10)
 
-    monkeypatch.setattr(workers, "report", report_slowly)
-    main.runtime.leases_loop.loop.start()
-    assert begun.wait(5)
-    Timer(0.3, go_on.set).start()
-    main.runtime.leases_loop.sign_off()
-    assert ended.wait(5)
-    assert main.world.rows(select(main.world.table("workers"))) == []
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert writes.wait(10)
+    threading.Timer(0.3, ends.set).start()
+    assert in_child(lambda: world.schedule(delay=60))
+    thread.join()
+    assert sum(world.counted().values()) == 2
+
+
+def test_the_twins_work_in_a_forked_child_and_after_a_close(sqlite_path: Any) -> None:
+    open_store(sqlite_path()).close()
+    delays = delays_on(sqlite_path(), tags="any")
+
+    def schedule() -> None:
+        asyncio.run(delays.aschedule_delay("mail", None, 60))
+
+    schedule()
+    assert in_child(schedule)
+    delays.close()
+    schedule()
+    assert len(delays.find().tasks) == 3
+    delays.close()
