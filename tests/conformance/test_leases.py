@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import timedelta
@@ -62,29 +62,24 @@ def test_a_move_that_is_refused_leaves_no_lock_in_the_transaction(world: World, 
         assert pool.submit(world.settle, claimed).result(10)
 
 
-def test_our_connections_wait_briefly_and_lock_no_gaps(world: World) -> None:
-    asked, expected = {
-        "postgresql": (
-            ("SHOW lock_timeout", "SHOW transaction_isolation"),
-            ("1s", "read committed"),
-        ),
-        "mysql": (
-            ("SELECT @@innodb_lock_wait_timeout", "SELECT @@tx_isolation"),
-            (1, "READ-COMMITTED"),
-        ),
-        "sqlite": (("PRAGMA busy_timeout", "PRAGMA read_uncommitted"), (30000, 0)),
-    }[world.kind]
-    for connection in world.connections():
-        assert tuple(connection.exec_driver_sql(one).scalar() for one in asked) == expected
+#: By database, statements, and what they return on our connections.
+LIMITS: dict[str, dict[str, Any]] = {
+    "postgresql": {"SHOW lock_timeout": "1s", "SHOW transaction_isolation": "read committed"},
+    "mysql": {
+        "SELECT @@innodb_lock_wait_timeout": 1, "SELECT @@tx_isolation": "READ-COMMITTED"
+    },
+    "sqlite": {"PRAGMA busy_timeout": 30000, "PRAGMA read_uncommitted": 0},
+}  # fmt: skip
 
 
-def test_a_listener_gives_up_a_server_that_vanished_after_25_seconds(world: World) -> None:
-    if not world.store.notices.is_possible or not hasattr(socket, "TCP_USER_TIMEOUT"):
-        return
+def test_our_connections_wait_briefly_lock_no_gaps_and_give_up_a_server(world: World) -> None:
     for connection in world.connections():
-        driver: Any = connection.connection.dbapi_connection
-        with socket.socket(fileno=os.dup(driver.fileno())) as line:
-            assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+        for statement, expected in LIMITS[world.kind].items():
+            assert connection.exec_driver_sql(statement).scalar() == expected
+        if world.store.notices.is_possible and hasattr(socket, "TCP_USER_TIMEOUT"):
+            driver: Any = connection.connection.dbapi_connection
+            with socket.socket(fileno=os.dup(driver.fileno())) as line:
+                assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
 
 
 def test_the_rows_of_a_dead_process_are_recovered_immediately(world: World) -> None:
@@ -165,16 +160,12 @@ def test_a_row_that_was_locked_during_a_renewal_is_renewed_a_second_later(
     assert world.read(task).status is Status.DONE
 
 
-def test_a_process_is_dead_although_its_report_came_after_its_death(worker: FrozenWorker) -> None:
+def test_a_dead_process_is_found_once(worker: FrozenWorker) -> None:
     """Otherwise the worker would wait for its rows, and kill this process id, when it stops."""
-    worker.find_dead(2**22 + 1)
-
-
-def test_a_process_that_died_before_it_was_seen_is_found_once(worker: FrozenWorker) -> None:
-    """A new process may die within the second between two checks."""
+    worker.find_dead(2**22 + 1)  # its report came after its death
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    worker.pids.append(child.pid)
+    worker.pids.append(child.pid)  # it died before it was seen
     worker.find_dead(child.pid, has_reported=False)
     child.wait()
 
@@ -194,6 +185,10 @@ def registry(world: World) -> Registry:
     return Registry(world)
 
 
+#: More tags than the registry takes from a worker.
+TOO_MANY = [f"tag.{number}" for number in range(16_384)]
+
+
 def present(registry: Registry) -> list[str]:
     return [worker.name for worker in registry.present()]
 
@@ -202,97 +197,76 @@ def lost(registry: Registry) -> list[str]:
     return [worker.name for worker in registry.lost()]
 
 
-def in_threads(work: Callable[[], object]) -> list[Any]:
-    """Return what the calls of four threads return that begin together."""
-    start = threading.Barrier(4)
-    with ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(lambda: (start.wait(), work())[1]) for _ in range(4)]
-    return [call.result() for call in calls]
-
-
 def test_a_worker_is_listed_as_it_reports_until_it_stops_in_order(registry: Registry) -> None:
     registry.report("w1", queues=["b", "a"], offset_us=-1500)
     registry.report("w2", queues=[], pool="solo", concurrency=1)
     first, _ = registry.present()
     assert (first.queues, first.pool, first.concurrency) == (["a", "b"], "prefork", 2)
-    assert first.clock_offset_s == -0.0015
+    assert (first.tags, first.clock_offset_s) == (frozenset(["mail"]), -0.0015)
     lacking = {"broker_down_s": 400.0, "timer_down_s": 30.0, "beat_s": 90.0}
-    registry.report("w1", queues=["a"], pool="threads", **lacking)
+    registry.report("w1", queues=["a"], pool="threads", tags=TOO_MANY, **lacking)
     again, _ = registry.present()
-    assert (again.queues, again.pool, again.started_at) == (["a"], "threads", first.started_at)
-    assert again.seen_at >= first.seen_at
+    assert (again.queues, again.pool, again.tags) == (["a"], "threads", None)
+    assert again.started_at == first.started_at <= first.seen_at <= again.seen_at
     for stored_s, measured_s in zip(again.services, lacking.values(), strict=True):
         assert stored_s is not None
         assert measured_s <= stored_s < measured_s + 60
-    registry.report("w1")
-    assert set(registry.present()[0].services) == {None}
+    registry.change("w1", started_at=-3600)
+    for is_restarted in (False, True):
+        registry.report("w1", is_restarted=is_restarted)
+        worker, _ = registry.present()
+        age_s = (worker.seen_at - worker.started_at).total_seconds()
+        assert (age_s < 3600) is is_restarted, "after a crash, it has a new start"
+        assert set(worker.services) == {None}
     registry.lose("w3")
     for name in ("w1", "w3"):
         registry.stop(name)
     assert (registry.names(), lost(registry)) == (["w2"], [])
 
 
-def test_a_worker_that_restarts_after_a_crash_has_a_new_start(registry: Registry) -> None:
-    registry.report("w1")
-    registry.change("w1", started_at=-3600)
-    for is_restarted in (False, True):
-        registry.report("w1", is_restarted=is_restarted)
-        [worker] = registry.present()
-        age_s = (worker.seen_at - worker.started_at).total_seconds()
-        assert (age_s < 3600) is is_restarted
-
-
-def test_a_silent_worker_is_returned_once_and_then_lost(world: World, registry: Registry) -> None:
+def test_a_silent_worker_is_lost_once_until_it_reports(world: World, registry: Registry) -> None:
     registry.report("alive")
     before = world.now()
     registry.lose("killed")
-    assert registry.expire() == []
-    assert present(registry) == ["alive"]
-    [worker] = registry.lost()
-    assert (worker.name, worker.queues, worker.concurrency) == ("killed", ["default"], 2)
-    assert before <= worker.lost_at <= world.now()
-    assert (worker.lost_at - worker.seen_at).total_seconds() >= 100
+    assert (registry.expire(), present(registry)) == ([], ["alive"])
+    [gone] = registry.lost()
+    assert (gone.name, gone.queues, gone.concurrency) == ("killed", ["default"], 2)
+    assert before <= gone.lost_at <= world.now()
+    assert (gone.lost_at - gone.seen_at).total_seconds() >= 100
+    registry.report("killed", queues=["mail"], pool="threads", tags=["note"], is_restarted=True)
+    _, worker = registry.present()
+    assert (worker.is_alive, worker.queues, worker.pool) == (True, ["mail"], "threads")
+    assert worker.tags == frozenset(["note"])
+    # Otherwise, a clock that is set back would make a live worker a lost one.
+    registry.change("killed", seen_at=-1000)
+    assert (present(registry), lost(registry)) == (["alive", "killed"], [])
+    assert registry.expire() == ["killed"], "it is lost a second time"
 
 
 def test_simultaneous_reports_and_sweeps_have_each_name_once(registry: Registry) -> None:
-    names = [f"w{number:02}" for number in range(20)]
-    in_threads(lambda: registry.report(*names))
-    registry.change(*names, seen_at=-100)
-    found = [name for some in in_threads(registry.expire) for name in some]
+    names, start = [f"w{number:02}" for number in range(20)], threading.Barrier(4)
+
+    def work(_: int) -> list[str]:
+        start.wait()
+        registry.report(*names)
+        start.wait()
+        registry.change(*names, seen_at=-100)
+        start.wait()
+        return registry.expire()
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [name for some in pool.map(work, range(4)) for name in some]
     assert sorted(found) == sorted(lost(registry)) == names
 
 
-def test_the_latest_loss_comes_first(registry: Registry) -> None:
-    registry.lose("w1", "w2", "w3")
-    for name, at_s in (("w1", -50), ("w2", -10), ("w3", -30)):
-        registry.change(name, lost_at=at_s)
-    assert lost(registry) == ["w2", "w3", "w1"]
-
-
-@pytest.mark.parametrize(
-    ("lost_s", "seen_s", "is_kept"),
-    [(-3601, -3800, False), (-3540, -3700, True), (5100, 5000, False)],
-    ids=["over", "not over", "the clock was set back"],
-)
-def test_a_lost_worker_is_removed_after_an_hour(
-    registry: Registry, lost_s: float, seen_s: float, is_kept: bool
-) -> None:
-    registry.lose("w1")
-    registry.change("w1", lost_at=lost_s, seen_at=seen_s)
+def test_lost_workers_are_listed_for_an_hour_the_latest_loss_first(registry: Registry) -> None:
+    times = {"w1": (-50, -100), "w2": (-10, -100), "kept": (-3540, -3700), "over": (-3601, -3800)}
+    times["before the clock was set back"] = 5100, 5000
+    registry.lose(*times)
+    for name, (lost_s, seen_s) in times.items():
+        registry.change(name, lost_at=lost_s, seen_at=seen_s)
     assert registry.expire() == []
-    assert registry.names() == lost(registry) == (["w1"] if is_kept else [])
-
-
-def test_a_worker_that_reports_again_is_no_longer_lost(registry: Registry) -> None:
-    registry.lose("w1")
-    registry.report("w1", queues=["mail"], pool="threads", tags=["note"], is_restarted=True)
-    [worker] = registry.present()
-    assert (worker.is_alive, worker.queues, worker.pool) == (True, ["mail"], "threads")
-    assert list(worker.tags or ()) == ["note"]
-    # Otherwise, a clock that is set back would make a live worker a lost one.
-    registry.change("w1", seen_at=-1000)
-    assert (present(registry), lost(registry)) == (["w1"], [])
-    assert registry.expire() == ["w1"], "it is lost a second time"
+    assert (lost(registry), registry.names()) == (["w2", "w1", "kept"], ["kept", "w1", "w2"])
 
 
 def test_a_lost_worker_with_a_new_report_counts_nowhere(world: World, registry: Registry) -> None:

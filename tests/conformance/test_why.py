@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -11,8 +12,6 @@ from unittest import mock
 
 import pytest
 from celery import Celery
-from celery.exceptions import WorkerShutdown
-from sqlalchemy import select
 
 from delaytasks import DelayedTask, DelayTasks, Retry, Status
 from delaytasks.cli.status import read_deployment
@@ -22,50 +21,18 @@ from delaytasks.operate.metrics import run_metrics
 from delaytasks.run.runner import FailureReason
 from tests.services import free_port
 from tests.world import RUNNING, MainProcess, MakeWorld, World
-from tests.world.recording import delays_on, explain, record_action
+from tests.world.recording import explain, record_action
 
-#: More tags than the registry takes from a worker.
-TOO_MANY = [f"tag.{number}" for number in range(16_384)]
-# The facts that explain why a task has not run, as each database reports them
+# The explanation of a task names what the database, the broker and the timer report
 
 
 @pytest.fixture
 def world(make_world: MakeWorld) -> World:
+    """A world with a worker that serves all queues, and says nothing of its tags."""
     world = make_world()
-    world.serve("w1", "default", tags=["note", "limited"])
+    world.serve("w1", "*")
     world.sweep()
     return world
-
-
-def fact_codes(world: World, task: DelayedTask) -> list[str]:
-    return [reason.code for reason in world.why(task)]
-
-
-def tags_of_worker(world: World) -> set[str] | None:
-    [row] = world.rows(select(world.table("workers").c.tags))
-    return None if row.tags is None else set(json.loads(row.tags))
-
-
-def test_rows_with_invalid_values_have_reasons_too(world: World) -> None:
-    task = world.schedule()
-    for values in (RUNNING | {"worker": ""}, {"status": 5, "limit_key": "x" * 255}):
-        world.change(task, **values)
-        assert fact_codes(world, task)
-
-
-def test_a_worker_publishes_its_current_tags_unless_they_are_too_many(
-    world: World, make_world: MakeWorld
-) -> None:
-    assert tags_of_worker(world) == {"note", "limited"}
-    world.store.workers.remove("w1")
-    world.serve("w1", "default", tags=["other"])
-    assert tags_of_worker(world) == {"other"}
-    make_world().serve("w1", "default", tags=TOO_MANY)  # it has started again
-    assert tags_of_worker(world) is None
-    assert fact_codes(world, world.schedule()) == ["due"], "what is not known is no reason"
-
-
-# The explanation of a task names what the database, the broker and the timer report
 
 
 def codes(delays: DelayTasks, task: DelayedTask) -> list[str]:
@@ -74,41 +41,32 @@ def codes(delays: DelayTasks, task: DelayedTask) -> list[str]:
     return [reason.code for reason in reasons]
 
 
-@pytest.fixture
-def served(world: World) -> World:
-    """A world with a worker that serves all queues, and says nothing of its tags."""
-    world.serve("w2", "*")
-    world.store.workers.remove("w1")
-    return world
+def test_rows_with_invalid_values_have_reasons_too(world: World) -> None:
+    task = world.schedule()
+    for values in (RUNNING | {"worker": ""}, {"status": 5, "limit_key": "x" * 255}):
+        world.change(task, **values)
+        assert codes(world.delays, task)
 
 
-def test_a_task_of_a_bulk_cancel_names_the_actor_and_the_audit_entry(delays: DelayTasks) -> None:
-    by_ann, by_bob = delays.schedule_delay("a", {}, 60), delays.schedule_delay("b", {}, 60)
+def test_a_cancelled_task_names_the_actor_and_the_entry_of_the_log(delays: DelayTasks) -> None:
+    tasks = [delays.schedule_delay(tag, {}, 60) for tag in "abcc"]
+    by_ann, _, alone, other = tasks
     [run] = delays.bulk.cancel(tag="a", actor="ann").runs
     delays.bulk.cancel(tag="b", actor="bob")
-    [reason] = explain(delays, by_ann)
-    assert f"by ann (entry {run} of the log)" in reason.sentence
-    assert reason.name == "ann"
-    assert explain(delays, by_bob)[0].name == "bob"
-
-
-def test_a_task_that_a_person_cancelled_alone_names_the_actor(delays: DelayTasks) -> None:
-    mine, other = delays.schedule_delay("a", {}, 60), delays.schedule_delay("a", {}, 60)
     record = partial(record_action, delays)
-    for task in (mine, other):
+    for task in (alone, other):
         delays.cancel(task)
-    record("cancel_task", {"id": str(mine.id)}, "ann")
-    record("cancel_task", {"id": str(mine.id)}, "bob", is_refused=True)
-    record("cancel_task", {"id": f"{mine.id}0"}, "bob")
-    record("rerun_task", {"id": str(mine.id)}, "bob")
-    [entry] = [entry for entry in delays.bulk.log() if entry.actor == "ann"]
-    [reason] = explain(delays, mine)
-    assert f"by ann (entry {entry.id} of the log)" in reason.sentence
-    assert reason.name == "ann"
-    assert explain(delays, other)[0].name == ""
+    record("cancel_task", {"id": str(alone.id)}, "ann")
+    record("cancel_task", {"id": str(alone.id)}, "bob", is_refused=True)
+    record("cancel_task", {"id": f"{alone.id}0"}, "bob")
+    record("rerun_task", {"id": str(alone.id)}, "bob")
+    newest = next(entry.id for entry in delays.bulk.log() if entry.actor == "ann")
+    for task, entry in ((by_ann, run), (alone, newest)):
+        [reason] = explain(delays, task)
+        assert f"by ann (entry {entry} of the log)" in reason.sentence
+    assert [explain(delays, task)[0].name for task in tasks] == ["ann", "bob", "ann", ""]
 
 
-@pytest.mark.usefixtures("served")
 def test_the_task_of_a_recurring_schedule_names_the_schedule(delays: DelayTasks) -> None:
     delays.recurring.set("nightly", "report.send", cron="0 2 * * *")
     task = delays.recurring.schedule_now("nightly")
@@ -124,38 +82,30 @@ def test_the_task_of_a_recurring_schedule_names_the_schedule(delays: DelayTasks)
     assert codes(delays, other) == ["future"], "the key looks like that of an unknown schedule"
 
 
-@pytest.mark.usefixtures("served")
-def test_a_broker_that_is_down_is_named_for_a_task_that_is_due_soon(database_url: str) -> None:
-    broker = f"redis://127.0.0.1:{free_port()}/0"
-    app = Celery("test", broker=broker, set_as_current=False)
-    delays = DelayTasks(app, database_url, table_prefix="s_", arm="inline")
-    assert codes(delays, delays.schedule_delay("a", {}, 5)) == ["future", "broker_down"]
-    assert codes(delays, delays.schedule_delay("a", {}, 3600)) == ["future"], "it is not needed yet"
-    delays.close()
-
-
-@pytest.mark.usefixtures("served")
-def test_a_redis_timer_that_is_down_is_named(database_url: str) -> None:
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("down", ["broker", "timer"])
+def test_a_redis_that_is_down_is_named_if_a_task_is_due_soon(database_url: str, down: str) -> None:
     redis = f"redis://127.0.0.1:{free_port()}/0"
-    options = {"timer": redis, "arm": "inline"}
-    delays = delays_on(database_url, table_prefix="s_", **options)
-    assert codes(delays, delays.schedule_delay("a", {}, 5)) == ["future", "timer_down"]
-    delays.close()
+    app = Celery("test", broker=redis if down == "broker" else "memory://", set_as_current=False)
+    options = {"timer": redis} if down == "timer" else {}
+    with closing(DelayTasks(app, database_url, table_prefix="s_", arm="inline", **options)) as own:
+        assert codes(own, own.schedule_delay("a", {}, 5)) == ["future", f"{down}_down"]
+        assert codes(own, own.schedule_delay("a", {}, 3600)) == ["future"], "it is not needed yet"
 
 
-def test_a_waitlist_names_the_limit_and_its_length(delays: DelayTasks, served: World) -> None:
-    served.limit("mail", concurrency=1)
+def test_a_waitlist_names_the_limit_and_its_length(delays: DelayTasks, world: World) -> None:
+    world.limit("mail", concurrency=1)
     delays.processor("mail")(lambda body: None)
     tasks = [delays.schedule_delay("mail", {}, 0) for _ in range(4)]
-    served.claim(*tasks)
-    held = [task for task in tasks if delays.get(task).status.name == "HELD"]
-    [reason] = explain(delays, held[0])
+    world.claim(*tasks)
+    held = next(task for task in tasks if delays.get(task).status is Status.HELD)
+    [reason] = explain(delays, held)
     assert "(concurrency 1). Running: 1; in the waitlist: 3." in reason.sentence
 
 
-def test_an_expired_task_says_that_it_will_be_cancelled(delays: DelayTasks, served: World) -> None:
+def test_an_expired_task_says_that_it_will_be_cancelled(delays: DelayTasks, world: World) -> None:
     task = delays.schedule_delay("a", {}, 0, max_late=0.001)
-    served.change(task, expected_time=task.expected_time - timedelta(minutes=1))
+    world.change(task, expected_time=task.expected_time - timedelta(minutes=1))
     assert codes(delays, task) == ["due", "expired"]
 
 
@@ -172,47 +122,47 @@ def late_start(world: World, task: DelayedTask) -> tuple[str, str] | None:
     return world.read(task).late_start
 
 
-def test_a_task_that_began_in_time_has_no_late_start(world: World) -> None:
-    in_time, retried = world.schedule(), late(world, tag="retried")
-    world.delays.processor("retried")(lambda _, task: Retry("1h") if task.runs == 1 else None)
-    world.run(in_time, retried)
-    assert late_start(world, in_time) is None
-    assert world.read(retried).late_start == ("entry", "unnoticed")
-    world.change(retried, expected_time=world.now())
-    world.run(world.read(retried))
-    assert late_start(world, retried) is None, "the last run decides"
-    assert " late" not in world.why(retried)[0].text
-
-
 def test_a_late_start_says_what_brought_the_task(world: World) -> None:
+    in_time, retried = world.schedule(), late(world, tag="retried")
     entry, drained, new = late(world), late(world), world.put()
-    world.run(entry, new)
+    world.delays.processor("retried")(lambda _, task: Retry("1h") if task.runs == 1 else None)
+    world.run(in_time, retried, entry, new)
     world.drain()
-    assert late_start(world, entry) == ("entry", "unnoticed")
+    assert late_start(world, in_time) is None
+    assert late_start(world, entry) == world.read(retried).late_start == ("entry", "unnoticed")
     assert late_start(world, new) == ("entry", "scheduled_late")
     assert late_start(world, drained) == ("drain", "unnoticed")
     assert world.why(drained)[0].text.endswith(
         ", 10s after it was due, because no message reached a worker in time (a drain of the queue "
         "found it)."
     )
+    world.change(retried, expected_time=world.now())
+    world.run(world.read(retried))
+    assert late_start(world, retried) is None, "the last run decides"
+    assert " late" not in world.why(retried)[0].text
 
 
-def next_try_is_due(world: World, deferred: DelayedTask) -> None:
-    world.change(deferred, expected_time=world.now() - timedelta(seconds=2))
-
-
-def test_a_late_start_names_what_the_row_has_met(world: World) -> None:
-    paused, lapsed = late(world, queue="paused"), late(world)
+def hold_for_a_while(world: World, task: DelayedTask) -> None:
     world.delays.policies.pause(queue="paused")
-    assert world.hold(paused.id) == 1
+    assert world.hold(task.id) == 1
     world.delays.policies.resume(queue="paused")
-    world.release(paused.id)
+    world.release(task.id)
+
+
+def test_a_late_start_names_what_the_row_has_met_last(world: World) -> None:
+    paused, lapsed = late(world, queue="paused"), late(world)
+    deferred = late(world, tag="later", queue="paused")
+    for task in (paused, deferred):
+        hold_for_a_while(world, task)
+    [claimed] = world.claim(world.read(paused))
+    assert world.settle(claimed, "give_back")
     world.claim(lapsed)
     world.lapse(lapsed)
-    deferred = late(world, tag="later")
-    world.run(deferred)
+    world.run(world.read(deferred))
+    for task in (paused, deferred):
+        assert world.read(task).late_start is None, "it has not run"
     world.delays.processor("later")(world.notes.append)
-    next_try_is_due(world, deferred)
+    world.change(deferred, expected_time=world.now() - timedelta(seconds=2))
     world.delays.processor("limited")(world.notes.append)
     world.limit("limited", concurrency=1)
     running, waiting = late(world, tag="limited", due_s=-11), late(world, tag="limited")
@@ -221,72 +171,28 @@ def test_a_late_start_names_what_the_row_has_met(world: World) -> None:
     world.drain("paused")
     world.drain()
     world.worker().run_waitlist("limited", 1, 0)
-    assert late_start(world, paused) == ("drain", "held")
+    assert late_start(world, paused) == ("drain", "held"), "it was only given back meanwhile"
     assert late_start(world, lapsed) == ("drain", "lease_lost")
     assert late_start(world, deferred) == ("drain", "deferred")
     assert late_start(world, waiting) == ("waitlist", "held")
 
 
-def pause(world: World, task: DelayedTask) -> None:
-    world.delays.policies.pause(queue="paused")
-    assert world.hold(task.id) == 1
-
-
-def resume(world: World, task: DelayedTask) -> None:
-    world.delays.policies.resume(queue="paused")
-    world.release(task.id)
-
-
-def reschedule(world: World, task: DelayedTask) -> None:
-    resume(world, task)
-    world.delays.reschedule(task.id, delay=3600)
-
-
-def rerun_many(world: World, task: DelayedTask) -> None:
-    world.cancel(task)
-    world.delays.policies.resume(queue="paused")
-    assert world.delays.bulk.rerun(ids=[task.id], status="CANCELLED").changed == 1
-
-
-@pytest.mark.parametrize(
-    ("due_s", "change"), [(3600, resume), *((-10, each) for each in (reschedule, rerun_many))]
-)
-def test_a_hold_before_the_due_time_is_no_reason(
-    world: World, due_s: float, change: Callable[[World, DelayedTask], None]
-) -> None:
-    task = world.schedule(delay=3600, key="k", queue="paused")
-    world.change(task, expected_time=world.now() + timedelta(seconds=due_s))
-    pause(world, task)
-    change(world, task)
-    ago = {"expected_time": timedelta(seconds=10), "create_time": timedelta(minutes=1)}
-    world.change(task, **{column: world.now() - each for column, each in ago.items()})
+def test_a_hold_before_the_due_time_is_no_reason(world: World) -> None:
+    delays, second = world.delays, timedelta(seconds=1)
+    tasks = [world.schedule(delay=3600, key=key, queue="paused") for key in "abc"]
+    _, rescheduled, rerun = tasks
+    for task in (rescheduled, rerun):
+        world.change(task, expected_time=world.now() - 10 * second)
+    for task in tasks:
+        hold_for_a_while(world, task)
+    delays.reschedule(rescheduled.id, delay=3600)
+    world.cancel(rerun)
+    assert delays.bulk.rerun(ids=[rerun.id], status="CANCELLED").changed == 1
+    now = world.now()
+    for task in tasks:
+        world.change(task, expected_time=now - 10 * second, create_time=now - 60 * second)
     world.drain("paused")
-    assert late_start(world, task) == ("drain", "unnoticed")
-
-
-def test_a_held_row_that_is_given_back_was_held(world: World) -> None:
-    @world.delays.processor("ends")
-    def end(body: object) -> None:
-        raise WorkerShutdown
-
-    row = {"queue": "paused"}
-    late(world, tag="ends", due_s=-11, **row)
-    held, deferred = late(world, **row), late(world, tag="later", **row)
-    for task in (held, deferred):
-        pause(world, task)
-        resume(world, task)
-    with pytest.raises(WorkerShutdown):
-        world.drain("paused")
-    for task in (held, deferred):
-        left = world.read(task)
-        assert (left.status, left.version > task.version) == (Status.NOT_COMPLETE, True)
-        assert left.late_start is None, "it has not run"
-    world.drain("paused")
-    world.delays.processor("later")(world.notes.append)
-    next_try_is_due(world, deferred)
-    world.drain("paused")
-    assert late_start(world, held) == ("drain", "held")
-    assert late_start(world, deferred) == ("drain", "deferred"), "the last reason counts"
+    assert [late_start(world, task) for task in tasks] == [("drain", "unnoticed")] * 3
 
 
 def test_a_late_start_that_a_newer_version_noted_is_unknown(world: World) -> None:
@@ -319,17 +225,13 @@ def lose_the_broker(main: MainProcess) -> None:
     main.runtime.watch()
 
 
-@pytest.mark.parametrize(
-    ("happens", "reason"),
-    [
-        (start_worker, "no_worker"),
-        (keep_busy, "busy"),
-        (lose_the_database, "database"),
-        (lose_the_broker, "broker"),
-    ],
-)
+HAPPENS = {"no_worker": start_worker, "busy": keep_busy}
+HAPPENS |= {"database": lose_the_database, "broker": lose_the_broker}
+
+
+@pytest.mark.parametrize(("reason", "happens"), HAPPENS.items())
 def test_a_late_start_names_what_kept_its_worker_from_it(
-    world: World, happens: Callable[[MainProcess], None], reason: str
+    world: World, reason: str, happens: Callable[[MainProcess], None]
 ) -> None:
     for ago_s, expected in ((20, "unnoticed"), (0, reason)):
         main, task = MainProcess(world), late(world)
