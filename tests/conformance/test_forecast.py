@@ -16,13 +16,6 @@ from tests.world import MonkeyPatch, World
 
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 EVEN, PEAK = 6000, 3000
-#: The duration of a task of which nothing is known.
-ASSUMED_S = 0.05
-
-
-def of_tag(found: Forecast, tag: str) -> Any:
-    [one] = [each for each in found.tags if each.tag == tag]
-    return one
 
 
 def dues(found: Forecast) -> dict[str, int]:
@@ -40,6 +33,12 @@ def put_peak(world: World, tag: str, tasks: int, **options: Any) -> datetime:
 
 
 def test_tasks_are_counted_by_hour_and_tag(world: World) -> None:
+    empty = world.delays.forecast()
+    assert (empty.due, empty.hours, empty.tags, empty.peak, empty.first_full) == (
+        0, (), (), None, None,
+    )  # fmt: skip
+    for status in set(Status) - {Status.NOT_COMPLETE, Status.HELD}:
+        world.put(status, due_s=60)
     at = put_peak(world, "mail", 30)
     put_peak(world, "report", 5)
     for days in (3, 8):
@@ -51,23 +50,13 @@ def test_tasks_are_counted_by_hour_and_tag(world: World) -> None:
     assert (first.due, first.due_by_tag) == (35, {"mail": 30, "report": 5})
     assert (second.due, second.due_by_tag) == (1, {"report": 1})
     assert first.start == at.replace(minute=0)
-    assert dues(world.delays.forecast(days=1)) == {"mail": 30, "report": 5}
     json.dumps(found.as_json())
-
-
-def test_an_empty_forecast_has_no_hours(world: World) -> None:
-    found = world.delays.forecast()
-    assert (found.due, found.hours, found.tags) == (0, (), ())
-    assert found.peak is found.first_full is None
-
-
-def test_overdue_tasks_are_due_now_and_others_are_left_out(world: World) -> None:
     world.put(due_s=-30 * 86_400, tag="overdue")
-    for status in (Status.DONE, Status.FAILED, Status.CANCELLED, Status.RUNNING):
-        world.put(status, due_s=60)
-    found = world.delays.forecast()
-    assert dues(found) == {"overdue": 1}
-    assert found.hours[0].start <= found.made_at < found.hours[0].start + HOUR
+    found = world.delays.forecast(days=1)
+    assert dues(found) == {"mail": 30, "report": 5, "overdue": 1}
+    first = found.hours[0]
+    assert first.start <= found.made_at < first.start + HOUR
+    assert first.due_by_tag["overdue"] == 1, "it is due now"
 
 
 # -- very many rows -------------------------------------------------------------------------------
@@ -103,90 +92,65 @@ def test_the_tasks_of_a_day_are_counted_up_to_a_limit(world: World) -> None:
 # -- processes ------------------------------------------------------------------------------------
 
 
-def test_an_hour_that_needs_more_time_than_the_processes_have_is_named(world: World) -> None:
+def test_an_hour_that_needs_more_time_than_the_live_processes_have_is_named(
+    world: World, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
     world.measure("mail", 30, 9.0, HOUR)
-    world.serve("a", "default")
-    world.serve("b", "default")
-    at = put_peak(world, "mail", 4000)
+    for name in "abc":
+        world.serve(name, "default")
+    world.silence(2_600_000, "c")
+    put_peak(world, "mail", 4000)
     found = world.delays.forecast()
     full = found.first_full
     assert full is found.peak is found.hours[0]
     assert (full.busy_s, full.processes) == (9000, 4)
     assert (full.utilization, full.needed_processes) == (2.5, 10)
-    assert world.headline(found) == (
-        f"From {at:%H}:00: 4,000 tasks of mail keep 4 processes busy for 2h30m. 10 processes would "
-        "run them within the hour."
-    )
     assert world.delays.forecast(processes=10).first_full is None
-
-
-def test_only_live_workers_or_assumed_ones_count(world: World, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 7)
-    put_peak(world, "mail", 10)
-    world.serve("a", "default")
-    world.serve("b", "default")
-    world.silence(2_600_000, "b")
-    assert world.delays.forecast().processes == 2
     world.delete("workers")
-    found = world.delays.forecast()
-    assert found.processes == 7
-    assert any("No worker is alive" in note for note in found.notes)
+    assumed = world.delays.forecast()
+    assert assumed.processes == 7
+    assert any("No worker is alive" in note for note in assumed.notes)
 
 
 # -- durations ------------------------------------------------------------------------------------
 
 
-def test_the_mean_duration_is_that_of_the_last_days(world: World) -> None:
-    world.measure("mail", 30, 0.1, HOUR)
-    world.measure("mail", 10, 0.5, DAY)
-    world.measure("old", 1000, 0.1, 30 * DAY)
-    world.measure("few", 3, 0.1, HOUR)
-    for tag in ("mail", "old", "few"):
-        put_peak(world, tag, 1)
-    found = world.delays.forecast()
-    mail = of_tag(found, "mail")
-    assert mail.is_measured
-    assert mail.duration_s == pytest.approx(0.2)
-    for tag in ("old", "few"):
-        one = of_tag(found, tag)
-        assert (one.duration_s, one.is_measured) == (ASSUMED_S, False)
-    assert any("few, old" in note for note in found.notes)
-
-
-def test_tasks_that_run_together_share_a_process(world: World) -> None:
+def test_durations_are_means_of_the_last_days_that_tasks_in_one_process_share(world: World) -> None:
     world.delays.processor("batch", batch=10)(lambda tasks: None)
     world.delays.processor("concurrent", in_flight=4)(lambda body: None)
-    for tag in ("batch", "concurrent"):
-        world.measure(tag, 100, 0.4, HOUR)
+    runs = [("mail", 30, 0.1, HOUR), ("mail", 10, 0.5, DAY), ("old", 1000, 0.1, 30 * DAY)]
+    runs += [("few", 3, 0.1, HOUR), ("batch", 100, 0.4, HOUR), ("concurrent", 100, 0.4, HOUR)]
+    for tag, count, duration_s, ago in runs:
+        world.measure(tag, count, duration_s, ago)
+    expected = {"mail": (0.2, True), "batch": (0.04, True), "concurrent": (0.1, True)}
+    expected |= {"old": (0.05, False), "few": (0.05, False)}
+    for tag in expected:
         put_peak(world, tag, 1)
     found = world.delays.forecast()
-    assert of_tag(found, "batch").duration_s == pytest.approx(0.04)
-    assert of_tag(found, "concurrent").duration_s == pytest.approx(0.1)
+    durations = {one.tag: (round(one.duration_s, 6), one.is_measured) for one in found.tags}
+    assert durations == expected
+    assert any("few, old" in note for note in found.notes)
 
 
 # -- recurring schedules --------------------------------------------------------------------------
 
 
-def test_occurrences_without_tasks_are_counted(world: World) -> None:
+def test_occurrences_are_counted_once_with_and_without_a_task(world: World) -> None:
     recurring = world.delays.recurring
     for name in "abc":
         recurring.set(name, "report", cron="0 9 * * *", tz="UTC")
-    recurring.set("hourly", "sync", every="1h", queue="slow")
+    start = world.now().replace(microsecond=0) + timedelta(seconds=20)
+    recurring.set("hourly", "sync", every="1h", start=start, queue="slow")
     recurring.set("paused", "never", every="1h")
     recurring.pause("paused")
+    assert world.sweep()
+    assert len(world.delays.find(tag="sync").tasks) == 1
     found = world.delays.forecast()
     assert dues(found) == {"report": 21, "sync": 168}
     assert not found.is_estimate
     nines = [hour for hour in found.hours if "report" in hour.due_by_tag]
     assert {hour.start.hour for hour in nines} == {9}
-
-
-def test_an_occurrence_that_has_a_task_is_counted_once(world: World) -> None:
-    start = world.now().replace(microsecond=0) + timedelta(seconds=20)
-    world.delays.recurring.set("hourly", "sync", every="1h", start=start)
-    assert world.sweep()
-    assert len(world.delays.find(tag="sync").tasks) == 1
-    assert dues(world.delays.forecast(1)) == {"sync": 24}
 
 
 def test_schedules_with_very_many_occurrences_are_estimated(world: World) -> None:
@@ -210,8 +174,10 @@ def test_missed_occurrences_are_due_now_and_a_broken_timing_stops_no_forecast(wo
 # -- calls ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [0, True, 2.5])
-@pytest.mark.parametrize("days", [0, "7", float("nan"), 10_000, 1])
-def test_wrong_arguments_are_refused(world: World, days: Any, processes: Any) -> None:
-    with invalid("processes" if days == 1 else "days"):
-        world.delays.forecast(days, processes=processes)
+def test_wrong_arguments_are_refused(world: World) -> None:
+    wrong: dict[str, list[Any]] = {"processes": [0, True, 2.5]}
+    wrong["days"] = [0, "7", float("nan"), 10_000]
+    for name, values in wrong.items():
+        for value in values:
+            with invalid(name):
+                world.delays.forecast(**{name: value})

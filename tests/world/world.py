@@ -17,7 +17,7 @@ from celery import Celery
 from sqlalchemy import URL, Connection, Engine, Table, delete, event, insert, select, text, update
 
 import delaytasks as e
-from delaytasks import DelayedTask, DelayTasks, Forecast, Status
+from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.db import sessions, statements
 from delaytasks.db.claims import Claims, UnclaimedRow
 from delaytasks.db.schema import moved
@@ -30,7 +30,6 @@ from delaytasks.model.clock import Clock, IdMaker, to_us
 from delaytasks.model.filters import filter_of
 from delaytasks.model.moves import SettlingMove
 from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement
-from delaytasks.operate import forecast
 from delaytasks.operate.searches import Follower, limited_search
 from delaytasks.operate.state import DeploymentState, LiveSnapshot, read_tables, snapshot
 from delaytasks.operate.statistics import write_counts
@@ -67,6 +66,7 @@ LIMITS = {
     "waitlists_of_a_visit": "db.policy_rows.WAITLISTS_PER_CALL",
     "lost_workers_of_a_sweep": "db.sweep_queries.EXPIRED_PER_SWEEP",
     "rows_of_a_bulk_step": "operate.task_calls.BULK_ROWS",
+    "rows_of_a_touch": "db.task_rows.TOUCH_BATCH_ROWS",
     "seconds_before_a_second_try": "operate.task_calls.BUSY_S",
     "rows_of_a_bulk_window": "db.bulk_moves.WINDOW",
     "held_rows_of_a_page": "db.policy_rows.HELD_PAGE",
@@ -340,10 +340,6 @@ class World:
     def live(self) -> LiveSnapshot:
         """Return what the command `top` shows."""
         return snapshot(self.store, self.delays.settings, self.state())
-
-    def headline(self, found: Forecast) -> str:
-        """Return what the command `forecast` says of the first full hour."""
-        return forecast.headline(found, lambda start: f"{start:%H:%M}")
 
     def search(self, work: Callable[[Connection], object], limit_s: float) -> object:
         """Do the work of a search, as `find` does for the console."""
