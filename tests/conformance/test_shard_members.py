@@ -82,51 +82,39 @@ def key_at(shards: Shards, place: int) -> str:
     return next(key for key in keys if shards.member(TAG, key) is shards.members[place])
 
 
-def one_at_each(shards: Shards) -> list[DelayedTask]:
-    return [shards.schedule_delay(TAG, {"n": 1}, 60) for _ in shards.members]
-
-
-# -- the setting ----------------------------------------------------------------------------------
-
-
-def test_new_ids_carry_the_number_of_the_setting_and_their_tasks_run(process: Process) -> None:
-    delays = process(4).members[3]
-    with DelaysTester(delays) as tester:
-        task = delays.schedule_delay(TAG, 7, 0, key="7")
-        assert shard_of(task.id) == shard_of(delays.new_id()) == 3
-        tester.run_due()
-        assert delays.result(task.id) == 7, "the processor is registered with each member"
-
-
-SAME: list[Any] = [({"shard": 0}, "delaytasks_shard")]
-SAME += [({"namespace": "shop-0"}, "delaytasks_namespace")]
-SAME += [({"database_url": "sqlite:///{folder}/0.sqlite3"}, "database")]
-
-
-@pytest.mark.parametrize(("same", "what"), SAME)
-def test_members_must_differ_in_number_and_database(tmp_path: Path, same: Any, what: str) -> None:
-    url = {key: str(value).format(folder=tmp_path) for key, value in same.items()}
-    twice = [member(tmp_path, 0), member(tmp_path, 1, **url)]
-    with pytest.raises(e.ConfigError, match=f"share a {what}: give each its own"):
-        Shards(twice)
-
-
-def test_a_table_prefix_makes_two_databases_of_one(tmp_path: Path) -> None:
+def test_members_must_differ_in_number_namespace_and_database(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/0.sqlite3"
+    same = {"shard": 0, "namespace": "shop-0", "database_url": url}
+    for (name, value), what in zip(same.items(), ("shard", "namespace", "database"), strict=True):
+        with pytest.raises(e.ConfigError, match=rf"share a (delaytasks_)?{what}: give each its"):
+            Shards([member(tmp_path, 0), member(tmp_path, 1, **{name: value})])
     other = member(tmp_path, 1, database_url=url, table_prefix="b_")
-    assert Shards([member(tmp_path, 0), other]).members[1] is other
+    assert Shards([member(tmp_path, 0), other]).members[1] is other, "the tables differ"
     with pytest.raises(e.ConfigError, match="needs a member"):
         Shards([])
 
 
-# -- routing --------------------------------------------------------------------------------------
+# -- new tasks ------------------------------------------------------------------------------------
 
 
-def test_tasks_without_a_key_go_to_each_member_in_turn(shards: Shards) -> None:
-    made = [shards.schedule_delay(TAG, None, 60) for _ in range(9)]
-    assert Counter(shard_of(task.id) for task in made) == {0: 3, 1: 3, 2: 3}
-    for task in made:
-        assert shards.members[shard_of(task.id)].get(task.id).id == task.id
+def test_tasks_without_a_key_go_to_each_member_in_turn_and_run_there(process: Process) -> None:
+    shards = process(4)
+    delays = shards.members[3]
+    assert shard_of(delays.new_id()) == 3
+    with DelaysTester(delays) as tester:
+        task = delays.schedule_delay(TAG, 7, 0, key="7")
+        tester.run_due()
+        assert delays.result(task.id) == 7, "the processor is registered with each member"
+    made = [shards.schedule_delay(TAG, n, 0) for n in range(8)]
+    many = list[DelayedTask]()
+    for _ in shards.members:
+        shards.schedule_many([(TAG, None, 60)] * 4, on_batch=many.extend)
+    called = [shards.any(lambda one: one.callbacks.publish("a", {}, 60)) for _ in range(4)]
+    for tasks, each in ((made, 1), (many, 4), (called, 1)):
+        places = [shard_of(task.id) for task in tasks]
+        assert places == [number for number in [0, 1, 2, 3] * 2 for _ in range(each)][: len(tasks)]
+        for task in tasks:
+            assert shards.members[shard_of(task.id)].get(task.id).id == task.id
 
 
 def test_every_process_sends_a_key_to_the_same_member(process: Process) -> None:
@@ -143,94 +131,12 @@ def test_every_process_sends_a_key_to_the_same_member(process: Process) -> None:
     assert all(8 < places[number] < 32 for number in range(3)), places
 
 
-def test_calls_by_id_reach_only_its_member(shards: Shards, monkeypatch: MonkeyPatch) -> None:
-    for task in one_at_each(shards):
-        for other in shards.members:
-            if other is not shards.member_of(task):
-                for method in ("get", "cancel", "reschedule", "touch", "rerun", "result"):
-                    monkeypatch.setattr(other, method, None)  # calling None would raise
-        assert shards.get(str(task.id)).body == {"n": 1}
-        assert shards.get(task, attempts=True).attempts == ()
-        assert shards.touch(task.id, 120).touched == [task.id]
-        assert shards.reschedule(task, delay=3600).expected_time > task.expected_time
-        with pytest.raises(e.WaitTimeoutError):
-            shards.result(task, 0.01)
-        assert shards.cancel(task.id)
-        assert shards.touch(task.id, 120).gone == [task.id]
-        with pytest.raises(e.TaskCancelledError):
-            shards.result(task.id)
-        assert shards.rerun(task.id).status is Status.NOT_COMPLETE
-        assert not shards.get(task.id).is_finished
-        monkeypatch.undo()
-
-
-def test_calls_by_key_reach_the_member_of_the_key(shards: Shards) -> None:
-    for place in range(3):
-        key = key_at(shards, place)
-        task = shards.schedule_delay(TAG, None, 60, key=key)
-        assert shard_of(task.id) == place
-        assert shards.get(tag=TAG, key=key).id == task.id
-        assert shards.touch(tag=TAG, key=key, delay=120).touched == [key]
-        assert shards.reschedule(tag=TAG, key=key, delay=9).id == task.id
-        assert shards.cancel(tag=TAG, key=key).id == task.id
-        assert not shards.cancel(tag=TAG, key=key)
-
-
-def test_a_task_is_found_although_its_id_names_another_member(shards: Shards) -> None:
-    """Other programs write rows with ids that mean nothing here."""
-    for id in (17, shards.members[2].new_id()):
-        shards.members[1].schedule_delay(TAG, None, 60, id=id)
-        assert shards.get(id).id == id
-        assert shards.touch(id, 90).touched == [id]
-        assert shards.reschedule(id, 30).id == id
-        assert shards.cancel(id).id == id
-
-
-def test_a_task_that_nobody_has_is_not_found(shards: Shards) -> None:
-    id = shards.new_id()
-    assert shards.cancel(id).status is None
-    for call in (shards.get, shards.touch, shards.rerun, shards.result):
-        with pytest.raises(e.TaskNotFoundError, match=str(id)):
-            call(id, *[5] * (call == shards.touch))
-
-
-def test_a_call_names_one_task(shards: Shards) -> None:
-    for name in ({}, {"key": "7"}, {"task": 7, "tag": TAG, "key": "7"}):
-        with invalid("task", match="name the task by its id, or by"):
-            shards.get(**name)
-    with invalid("key"):
-        shards.touch(tag=TAG, key=["7", "8"], delay=9)
-    with invalid("id"):
-        shards.touch([7, 8], 9)
-
-
 def test_an_id_of_the_callers_own_selects_the_member(shards: Shards) -> None:
     id = shards.members[2].new_id()
-    assert shards.schedule_delay(TAG, None, 60, id=id).id == id
-    assert shards.schedule_delay(TAG, None, 60, id=id).id == id
-    assert shards.members[2].get(id).id == id
+    for _ in range(2):
+        assert shards.schedule_delay(TAG, None, 60, id=id).id == shards.members[2].get(id).id == id
     with invalid("task", match="no member has the number 9"):
         shards.schedule_delay(TAG, None, 60, id=shards.members[0].new_id() | 9 << 17)
-
-
-def test_a_session_is_for_a_member(shards: Shards, tmp_path: Path) -> None:
-    engine = create_engine(f"sqlite:///{tmp_path}/1.sqlite3")
-    key = key_at(shards, 1)
-    with engine.begin() as connection:
-        for call in (
-            lambda: shards.schedule_delay(TAG, None, 60, key=key, session=connection),
-            lambda: shards.cancel(7, session=connection),
-        ):
-            with invalid("session", match="session"):
-                call()
-        shards.member(TAG, key).schedule_delay(TAG, None, 60, key=key, session=connection)
-    assert shard_of(shards.get(tag=TAG, key=key).id) == 1
-    engine.dispose()
-
-
-def test_callbacks_and_messages_go_to_the_members_in_turn(shards: Shards) -> None:
-    made = [shards.any(lambda member: member.callbacks.publish("a", {}, 60)) for _ in range(3)]
-    assert {shard_of(task.id) for task in made} == {0, 1, 2}
 
 
 def test_many_tasks_go_to_their_members_in_batches(shards: Shards) -> None:
@@ -251,11 +157,99 @@ def test_many_tasks_go_to_their_members_in_batches(shards: Shards) -> None:
     assert all(len(member.find(limit=1000)) == 1000 for member in shards.members)
 
 
-def test_the_tasks_of_a_batch_that_may_go_anywhere_stay_together(shards: Shards) -> None:
-    made: list[DelayedTask] = []
-    for _ in shards.members:
-        shards.schedule_many([(TAG, None, 60)] * 4, on_batch=made.extend)
-    assert [shard_of(task.id) for task in made] == [0] * 4 + [1] * 4 + [2] * 4
+# -- calls that name a task -----------------------------------------------------------------------
+
+
+def test_calls_by_id_reach_only_its_member(shards: Shards, monkeypatch: MonkeyPatch) -> None:
+    for task in [shards.schedule_delay(TAG, {"n": 1}, 60) for _ in shards.members]:
+        for other in shards.members:
+            if other is not shards.member_of(task):
+                for method in ("get", "cancel", "reschedule", "touch", "rerun", "result"):
+                    monkeypatch.setattr(other, method, None)  # calling None would raise
+        assert shards.get(str(task.id)).body == {"n": 1}
+        assert shards.get(task, attempts=True).attempts == ()
+        assert shards.touch(task.id, 120).touched == [task.id]
+        assert shards.reschedule(task, delay=3600).expected_time > task.expected_time
+        with pytest.raises(e.WaitTimeoutError):
+            shards.result(task, 0.01)
+        assert shards.cancel(task.id)
+        assert shards.touch(task.id, 120).gone == [task.id]
+        with pytest.raises(e.TaskCancelledError):
+            shards.result(task.id)
+        assert shards.rerun(task.id).status is Status.NOT_COMPLETE
+        monkeypatch.undo()
+
+
+def has_the_key(shards: Shards, key: str, task: DelayedTask) -> None:
+    """Check that calls by the key find the task, and cancel it."""
+    assert shards.get(tag=TAG, key=key).id == task.id
+    assert shards.touch(tag=TAG, key=key, delay=120).touched == [key]
+    assert shards.reschedule(tag=TAG, key=key, delay=9).id == task.id
+    assert shards.cancel(tag=TAG, key=key).id == task.id
+    assert not shards.cancel(tag=TAG, key=key)
+
+
+def test_calls_by_key_reach_the_member_of_the_key(shards: Shards) -> None:
+    for place in range(3):
+        task = shards.schedule_delay(TAG, None, 60, key=(key := key_at(shards, place)))
+        assert shard_of(task.id) == place
+        has_the_key(shards, key, task)
+
+
+def test_a_task_is_found_although_its_id_or_key_is_that_of_another_member(process: Process) -> None:
+    """Other programs write rows with ids that mean nothing here, and a new member takes keys."""
+    old, new = process(2), process(3)
+    for id in (17, new.members[2].new_id()):
+        new.members[1].schedule_delay(TAG, None, 60, id=id)
+        assert new.get(id).id == id
+        assert new.touch(id, 90).touched == [id]
+        assert new.reschedule(id, 30).id == id
+        assert new.cancel(id).id == id
+    key = key_at(new, 2)
+    has_the_key(new, key, old.schedule_delay(TAG, None, 60, key=key))
+    assert shard_of(new.schedule_delay(TAG, None, 60, key=key).id) == 2
+
+
+def test_a_new_member_takes_keys_and_no_other_key_moves(process: Process) -> None:
+    three, four = process(3), process(4)
+    moved = 0
+    for number in range(400):
+        before, after = three.member(TAG, f"k{number}"), four.member(TAG, f"k{number}")
+        if after is four.members[3]:
+            moved += 1
+        else:
+            assert four.members.index(after) == three.members.index(before)
+    assert 60 < moved < 140
+
+
+def test_a_call_names_one_task_that_exists(shards: Shards) -> None:
+    id = shards.new_id()
+    assert shards.cancel(id).status is None
+    for call in (shards.get, shards.touch, shards.rerun, shards.result):
+        with pytest.raises(e.TaskNotFoundError, match=str(id)):
+            call(id, *[5] * (call == shards.touch))
+    for name in ({}, {"key": "7"}, {"task": 7, "tag": TAG, "key": "7"}):
+        with invalid("task", match="name the task by its id, or by"):
+            shards.get(**name)
+    with invalid("key"):
+        shards.touch(tag=TAG, key=["7", "8"], delay=9)
+    with invalid("id"):
+        shards.touch([7, 8], 9)
+
+
+def test_a_session_is_for_a_member(shards: Shards, tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path}/1.sqlite3")
+    key = key_at(shards, 1)
+    with engine.begin() as connection:
+        for call in (
+            lambda: shards.schedule_delay(TAG, None, 60, key=key, session=connection),
+            lambda: shards.cancel(7, session=connection),
+        ):
+            with invalid("session", match="session"):
+                call()
+        shards.member(TAG, key).schedule_delay(TAG, None, 60, key=key, session=connection)
+    assert shard_of(shards.get(tag=TAG, key=key).id) == 1
+    engine.dispose()
 
 
 # -- a member is unavailable ----------------------------------------------------------------------
@@ -278,46 +272,18 @@ def test_keyless_tasks_avoid_a_missing_member(process: Process, monkeypatch: Mon
         shards.schedule_delay(TAG, None, 60, key=key_at(shards, 1))
 
 
-@pytest.mark.slow
-def test_without_any_member_calls_fail(tmp_path: Path) -> None:
-    shards = Shards([unavailable(tmp_path, 0), unavailable(tmp_path, 1)])
-    for call in (lambda: shards.schedule_delay(TAG, None, 60), lambda: shards.get(7)):
-        with pytest.raises(e.StoreUnavailableError):
-            call()
-
-
-def test_a_call_of_each_member_says_which_ones_have_done_it(process: Process) -> None:
+def test_calls_of_missing_members_fail_and_say_which_members_have_done_it(
+    process: Process, tmp_path: Path
+) -> None:
     with pytest.raises(e.StoreUnavailableError, match=r"members \[0, 2\] have done") as said:
         process(down=1).each(lambda member: member.policies.pause(tag=TAG))
     assert isinstance(said.value.__cause__, e.StoreUnavailableError)
     policies = process().each(lambda member: member.policies.list(tag=TAG))
     assert [bool(policies[number]) for number in range(3)] == [True, False, True]
-
-
-# -- adding a member ------------------------------------------------------------------------------
-
-
-def test_a_new_member_takes_keys_and_no_other_key_moves(process: Process) -> None:
-    three, four = process(3), process(4)
-    moved = 0
-    for number in range(400):
-        before, after = three.member(TAG, f"k{number}"), four.member(TAG, f"k{number}")
-        if after is four.members[3]:
-            moved += 1
-        else:
-            assert four.members.index(after) == three.members.index(before)
-    assert 60 < moved < 140
-
-
-def test_tasks_of_keys_that_move_are_found_at_their_older_member(process: Process) -> None:
-    old, new = process(2), process(3)
-    key = next(f"k{n}" for n in range(1000) if new.member(TAG, f"k{n}") is new.members[2])
-    task = old.schedule_delay(TAG, None, 60, key=key)
-    assert new.get(tag=TAG, key=key).id == new.get(task.id).id == task.id
-    assert new.touch(tag=TAG, key=key, delay=300).touched == [key]
-    assert new.reschedule(tag=TAG, key=key, delay=60).id == task.id
-    assert new.cancel(tag=TAG, key=key).id == task.id
-    assert shard_of(new.schedule_delay(TAG, None, 60, key=key).id) == 2
+    none = Shards([unavailable(tmp_path, 0), unavailable(tmp_path, 1)])
+    for call in (lambda: none.schedule_delay(TAG, None, 60), lambda: none.get(7)):
+        with pytest.raises(e.StoreUnavailableError):
+            call()
 
 
 # -- asyncio --------------------------------------------------------------------------------------
@@ -326,9 +292,9 @@ def test_tasks_of_keys_that_move_are_found_at_their_older_member(process: Proces
 def test_what_waits_has_an_asynchronous_twin() -> None:
     without = {"member", "member_of", "new_id", "processor"}
     methods = {name for name, _ in inspect.getmembers(Shards, inspect.isfunction)}
-    waiting = {name for name in methods if name[0] != "_" and f"a{name}" in methods}
-    twins = {f"a{name}" for name in waiting}
-    assert {name for name in methods if name[0] != "_"} - waiting - twins == without
+    public = {name for name in methods if name[0] != "_"}
+    twins = {name for name in public if name[0] == "a" and name[1:] in public}
+    assert {f"a{name}" for name in public - twins - without} == twins
 
 
 def test_a_coroutine_waits_for_a_task_of_any_member(shards: Shards) -> None:
