@@ -19,8 +19,7 @@ from sqlalchemy import create_engine, update
 
 from delaytasks import DelayedTask, Status, StoreUnavailableError
 from delaytasks.db import claims as module
-from delaytasks.db.claims import Choice, ClaimTexts
-from delaytasks.db.schema import Schema
+from delaytasks.db.claims import Choice
 from delaytasks.run.chunk import MAX_LOCKED
 from tests.world import Entry, MonkeyPatch, UnclaimedRow, World
 
@@ -142,33 +141,25 @@ def next_ids(world: World, most: int, *priorities: int, by: str = "worker-1") ->
     return ids(world.claim_due(priorities=priorities or [0], most=most, by=by))
 
 
-def test_a_chunk_continues_where_the_last_one_ended(world: World) -> None:
-    backlog_of(world, *range(10, 30))
+def test_a_chunk_continues_where_the_last_one_ended_and_finds_older_rows_in_seconds(
+    world: World, monkeypatch: MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("delaytasks.db.claims.monotonic", lambda: now)
+    backlog_of(world, *range(10, 40))
     assert next_ids(world, 5) == [10, 11, 12, 13, 14]
     backlog_of(world, 1, 2)
     assert next_ids(world, 5) == [15, 16, 17, 18, 19]
     assert next_ids(world, 3, by="other") == [1, 2, 20], "who begins begins at the beginning"
-
-
-def test_older_rows_are_claimed_before_a_level_is_empty(world: World) -> None:
-    backlog_of(world, *range(10, 20))
-    assert next_ids(world, 8) == list(range(10, 18))
-    backlog_of(world, 1, 2, 3)
-    assert next_ids(world, 4) == [1, 2, 18, 19]
-    assert next_ids(world, 4) == [3]
-    assert next_ids(world, 4) == []
-
-
-def test_older_rows_wait_for_a_few_seconds_at_most(world: World, monkeypatch: MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr("delaytasks.db.claims.monotonic", lambda: now)
-    backlog_of(world, *range(10, 40))
-    next_ids(world, 5)
-    backlog_of(world, 1)
+    backlog_of(world, 3)
     now += 2.5
-    assert next_ids(world, 5) == [15, 16, 17, 18, 19]
+    assert next_ids(world, 5) == [21, 22, 23, 24, 25]
     now += 2.5
-    assert next_ids(world, 5) == [1, 20, 21, 22, 23], "however many chunks came between"
+    assert next_ids(world, 5) == [3, 26, 27, 28, 29], "however many chunks came between"
+    backlog_of(world, 4, 5, 6)
+    assert next_ids(world, 12) == [4, 5, *range(30, 40)], "before the level is empty"
+    assert next_ids(world, 12) == [6]
+    assert next_ids(world, 12) == []
 
 
 def test_rows_with_the_same_due_time_are_not_skipped(world: World) -> None:
@@ -247,12 +238,6 @@ def test_the_statements_of_claims_are_those_of_the_file(world: World) -> None:
     for one in [claims._locked, *filter(None, chain(*choices.values()))]:
         with world.begin() as connection:
             assert one(connection, {**given, "due_from": world.now()}).row_count <= 0
-
-
-def test_the_names_of_tables_are_quoted_in_claims(world: World) -> None:
-    texts = ClaimTexts(world.store.database, Schema("Odd:", "a b").tasks, 60, None)
-    name = r'FROM "a b"."Odd\:yb_delay_task_message" '
-    assert name in texts.listed("id").replace("`", '"')
 
 
 # -- a task that runs alone costs a limited number of function calls ------------------------------

@@ -75,26 +75,19 @@ def test_the_rows_that_a_lost_worker_had_claimed_run_elsewhere(world: World) -> 
     assert world.statuses([later]) == ["RUNNING"]
 
 
-def test_the_rows_of_a_worker_that_is_silent_for_some_seconds_stay(make_world: MakeWorld) -> None:
-    world = make_world(sweep=1)
-    world.serve("busy", "default")
-    world.claim(task := world.put(), by="busy/7-ab")
-    for silent_s, status in ((5, "RUNNING"), (16, "NOT_COMPLETE")):
-        world.silence(silent_s)
-        world.sweep_later()
-        assert (world.count("worker.lost"), world.statuses([task])) == (1, [status])
-
-
-@pytest.mark.parametrize("pool", ["solo", "threads", "gevent", "direct/solo"])
-def test_a_silent_pool_that_shares_its_process_with_tasks_keeps_them(
-    world: World, pool: str
+@pytest.mark.parametrize("pool", ["prefork", "solo", "threads", "gevent", "direct/solo"])
+def test_a_silent_worker_keeps_its_rows_for_15_s_or_if_a_task_may_silence_it(
+    make_world: MakeWorld, pool: str
 ) -> None:
-    """A task that holds the interpreter silences such a worker, and its lease protects the task."""
+    """A task that holds the interpreter silences another pool, and its lease protects the task."""
+    world = make_world(sweep=1)
     world.serve("busy", "default", pool=pool)
     world.claim(task := world.put(), by="busy/7-ab")
-    world.silence(30, "busy")
-    world.sweep_later()
-    assert (world.count("worker.lost"), world.statuses([task])) == (1, ["RUNNING"])
+    for silent_s in (5, 16):
+        world.silence(silent_s)
+        world.sweep_later()
+        status = "NOT_COMPLETE" if (pool, silent_s) == ("prefork", 16) else "RUNNING"
+        assert (world.count("worker.lost"), world.statuses([task])) == (1, [status])
 
 
 # -- where a sweep begins -------------------------------------------------------------------------
