@@ -1,9 +1,10 @@
-"""Asynchronous calls and sessions, on every database."""
+"""Asynchronous calls and sessions, and waiting for results, on every database."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -17,8 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 import delaytasks as e
-from delaytasks import DelayedTask, DelayTasks, Status
-from delaytasks.run import calls
+from delaytasks import DelayedTask, DelayTasks, Fail, Status
 from tests.waiting import wait_until, within
 from tests.world import MonkeyPatch, World, recording
 from tests.world.broker import RecordingTimer
@@ -60,21 +60,24 @@ def test_the_thread_has_the_context_variables_of_the_caller(delays: DelayTasks) 
         tenant.set(name)
         await delays.aschedule_delay("mail", {}, 5)
 
-    async def both() -> None:
-        await asyncio.gather(go("acme"), go("umbrella"))
+    for name in ("acme", "umbrella"):
+        run(go(name))
+    assert seen == ["acme", "umbrella"]
 
-    run(both())
-    assert sorted(seen) == ["acme", "umbrella"]
+
+async def cancel_as_it_arms(call: Awaitable[Any], timer: WaitingTimer) -> None:
+    """Cancel a call when its row is committed, while the timer arms it."""
+    task = asyncio.ensure_future(call)
+    while not timer.is_arming.is_set():
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_a_call_cancelled_later_completes(delays: DelayTasks, waiting_timer: WaitingTimer) -> None:
     async def go() -> None:
-        call = asyncio.create_task(delays.aschedule_delay("mail", {}, 5))
-        while not waiting_timer.is_arming.is_set():
-            await asyncio.sleep(0)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
+        await cancel_as_it_arms(delays.aschedule_delay("mail", {}, 5), waiting_timer)
         assert len(await delays.afind()) == 1
         waiting_timer.loop_goes_on.set()
 
@@ -114,27 +117,6 @@ def test_a_coroutine_that_stops_the_event_loop_stops_no_other_one(world: World, 
     assert world.statuses(tasks) == ["DONE"] * 2
 
 
-def test_without_a_thread_for_the_event_loop_only_this_row_fails(
-    world: World, monkeypatch: MonkeyPatch
-) -> None:
-    @world.delays.processor("returns")
-    async def returns(body: None) -> None: ...
-
-    tasks, start = [world.schedule("returns") for _ in range(2)], threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name == "delaytasks-async":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(calls, "result_of", calls.EventLoop().result_of)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        within(20, partial(world.run, tasks[0]))
-    within(20, partial(world.run, tasks[1]))
-    assert world.statuses(tasks) == ["FAILED", "DONE"]
-
-
 def test_several_event_loops_share_an_instance(delays: DelayTasks) -> None:
     with ThreadPoolExecutor(3) as threads:
         calls = [delays.aschedule_many([("mail", {}, 5)] * 10) for _ in range(3)]
@@ -145,10 +127,13 @@ def test_several_event_loops_share_an_instance(delays: DelayTasks) -> None:
 # The asynchronous twins on the caller's session or connection
 
 
-@pytest.mark.parametrize("place", ["session", "connection", "block"])
+@pytest.mark.parametrize("place", ["session", "connection", "block", "aiomysql"])
 def test_a_row_on_an_async_connection_exists_and_is_armed_after_its_commit(
     delays: DelayTasks, timer: RecordingTimer, database_url: str, place: str
 ) -> None:
+    if place == "aiomysql" and not database_url.startswith("mysql"):
+        pytest.skip("a driver of MySQL")
+
     async def use(own: Any) -> None:
         of = {} if place == "block" else {"session": own}
         with delays.transaction(own) if place == "block" else nullcontext():
@@ -164,7 +149,7 @@ def test_a_row_on_an_async_connection_exists_and_is_armed_after_its_commit(
         assert timer.ids == [found.id for found in await delays.afind()] == [task.id]
 
     async def go() -> None:
-        async with engine_at(database_url) as engine:
+        async with engine_at(database_url, "aiomysql" if place == "aiomysql" else None) as engine:
             own = engine.connect() if place == "connection" else AsyncSession(engine)
             async with own:
                 await use(own)
@@ -204,19 +189,6 @@ def test_each_method_works_on_an_async_session(delays: DelayTasks, database_url:
     run(go())
 
 
-def test_aiomysql_works_too(delays: DelayTasks, timer: RecordingTimer, database_url: str) -> None:
-    if not database_url.startswith("mysql"):
-        pytest.skip("a driver of MySQL")
-
-    async def go() -> None:
-        async with engine_at(database_url, "aiomysql") as engine, AsyncSession(engine) as session:
-            task = await delays.aschedule_delay("mail", {}, 5, key="a", session=session)
-            await session.commit()
-        assert timer.ids == [task.id]
-
-    run(go())
-
-
 def test_a_synchronous_session_is_refused_with_the_remedy(world: World, database_url: str) -> None:
     delays = world.delays
 
@@ -232,19 +204,7 @@ def test_a_synchronous_session_is_refused_with_the_remedy(world: World, database
     run(go())
 
 
-def test_arming_blocks_no_event_loop(
-    delays: DelayTasks, waiting_timer: WaitingTimer, database_url: str
-) -> None:
-    async def go() -> None:
-        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
-            task = await delays.aschedule_delay("mail", {}, 5, session=session)
-            await recording.let_arm(waiting_timer, session.commit())
-        assert waiting_timer.ids == [task.id]
-
-    run(go())
-
-
-def test_a_commit_that_is_cancelled_while_its_task_is_sent_has_committed(
+def test_arming_blocks_no_event_loop_and_a_commit_that_is_cancelled_meanwhile_is_one(
     delays: DelayTasks, waiting_timer: WaitingTimer, database_url: str
 ) -> None:
     async def schedule(engine: AsyncEngine) -> None:
@@ -253,16 +213,121 @@ def test_a_commit_that_is_cancelled_while_its_task_is_sent_has_committed(
 
     async def go() -> None:
         async with engine_at(database_url) as engine:
-            task = asyncio.create_task(schedule(engine))
-            while not waiting_timer.is_arming.is_set():
-                await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            waiting_timer.loop_goes_on.set()
-            assert len(await delays.afind()) == 1
+            await recording.let_arm(waiting_timer, schedule(engine))
+            assert len(waiting_timer.ids) == 1
             waiting_timer.is_arming.clear()
+            waiting_timer.loop_goes_on.clear()
+            await cancel_as_it_arms(schedule(engine), waiting_timer)
+            waiting_timer.loop_goes_on.set()
+            assert len(await delays.afind()) == 2
             await schedule(engine)  # the engine can still be used
 
     run(go())
-    wait_until(lambda: len(waiting_timer.ids) == 2, LIMIT_S, "both tasks to be armed")
+    wait_until(lambda: len(waiting_timer.ids) == 3, LIMIT_S, "all tasks to be armed")
+
+
+# `result` and its twin return when a task has ended
+
+
+@pytest.fixture
+def reads(world: World, monkeypatch: MonkeyPatch) -> list[int]:
+    """Return the ids of the rows that calls have read, in their order."""
+    tasks, read = world.store.tasks, list[int]()
+    read_row = tasks.read
+
+    def note(id: int, on: Any = None) -> DelayedTask:
+        found = read_row(id, on)
+        read.append(id)
+        return found
+
+    monkeypatch.setattr(tasks, "read", note)
+    return read
+
+
+def test_threads_and_coroutines_wait_for_results(world: World, reads: list[int]) -> None:
+    delays = world.delays
+    delays.processor("sum", keep_result=True)(sum)
+    delays.processor("fails")(lambda body: Fail("no"))
+    tasks = [world.schedule("sum", [n, 1], key=str(n)) for n in range(3)]
+    fails, far = world.schedule("fails", None), world.schedule(delay=60, key="k")
+    reads.clear()
+
+    async def go() -> list[Any]:
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, pool)
+        by_key = partial(delays.result, tag="note", key="k", timeout="20s")
+        waits: list[Any] = [in_thread(by_key)]
+        waits += [asyncio.ensure_future(delays.aresult(tag="sum", key="1", timeout="20s"))]
+        while not {tasks[1].id, far.id} <= {*reads}:
+            await asyncio.sleep(0.01)  # a key has no task any more after the task has ended
+        waits += [in_thread(delays.result, one, 20) for one in (*tasks, fails)]
+        waits += [asyncio.ensure_future(delays.aresult(one, 20)) for one in (*tasks, fails)]
+        together = asyncio.gather(*waits, return_exceptions=True)
+        await asyncio.wait([together], timeout=0.1)
+        assert not any(one.done() for one in waits), "they wait for tasks that have not ended"
+        await in_thread(world.run, *tasks, fails)
+        await in_thread(delays.cancel, far)
+        return await together
+
+    with ThreadPoolExecutor(6) as pool:
+        cancelled, two, *ended = run(go())
+    assert isinstance(cancelled, e.TaskCancelledError)
+    assert str(cancelled).endswith("is CANCELLED")
+    assert (cancelled.id, cancelled.status) == (far.id, Status.CANCELLED)
+    assert two == 2
+    for *results, failed in (ended[:4], ended[4:]):
+        assert results == [1, 2, 3]
+        assert isinstance(failed, e.TaskFailedError)
+        assert (str(failed), failed.id) == (f"task {fails.id} (fails) is FAILED: no", fails.id)
+    assert delays.result(tasks[0].id, 0) == run(delays.aresult(tasks[0].id, 0)) == 1
+
+
+def test_a_task_that_does_not_end_in_time_is_a_timeout(world: World) -> None:
+    task = world.schedule(delay=60)
+    for timeout in (0, 0.05, "50ms"):
+        with pytest.raises(e.WaitTimeoutError, match="NOT_COMPLETE") as caught:
+            world.delays.result(task, timeout)
+        assert caught.value.id == task.id
+        assert isinstance(caught.value, TimeoutError)
+    with pytest.raises(e.TaskNotFoundError):
+        world.delays.result(7, 1)
+
+
+def test_a_coroutines_pauses_between_reads_grow(world: World, monkeypatch: MonkeyPatch) -> None:
+    world.delays.processor("sum", keep_result=True)(sum)
+    task = world.schedule("sum", [1])
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 12:
+            world.run(task)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    assert run(world.delays.aresult(task)) == 1
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (0.02, 0.5)
+    pauses.clear()
+    monkeypatch.setattr("delaytasks.operate.task_calls.monotonic", lambda: sum(pauses))
+    with pytest.raises(e.WaitTimeoutError):
+        run(world.delays.aresult(world.schedule(delay=60), 0.1))
+    assert sum(pauses) == pytest.approx(0.1), "none is longer than the timeout"
+
+
+def test_no_coroutine_reads_in_its_sessions_transaction(world: World, database_url: str) -> None:
+    """That transaction may never see the end of the task."""
+    world.delays.processor("sum", keep_result=True)(sum)
+    task = world.schedule("sum", [1])
+
+    async def go() -> Any:
+        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
+            with world.delays.transaction(session):
+                await world.delays.afind()
+                assert session.in_transaction()
+                await session.rollback()
+                waiting = asyncio.ensure_future(world.delays.aresult(task, 20))
+                await asyncio.wait([waiting], timeout=0.1)
+                assert not session.in_transaction()
+            await asyncio.to_thread(world.run, task)
+            return await waiting
+
+    assert run(go()) == 1
