@@ -8,18 +8,18 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime, timedelta
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayedTask, NewTask, Status
+from delaytasks import DelayedTask, NewTask
 from tests.conftest import closing_all
-from tests.proxy import proxy_to
+from tests.proxy import Proxy, proxy_to
 from tests.running import BROKERS, QUICK, Deployment
 from tests.services import RedisServer
 from tests.waiting import IS_LONG, SLACK_S, wait_until
@@ -38,43 +38,24 @@ OPEN_S = 60.0 if IS_LONG else 0.5
 ALONE: dict[str, Any] = {"sweep": 60, "_self_sweep_s": 120, "_grace_s": 30, "horizon": 120}
 
 
-class Row(NamedTuple):
-    id: int
-    status: int
-    runs: int
-    expected_time: datetime
-    execution_time: datetime | None
-    worker: str | None
-
-    @property
-    def node(self) -> str:
-        return (self.worker or "").partition("@")[0]
-
-
-def read(d: Deployment, tasks: Iterable[DelayedTask]) -> list[Row]:
-    t = d.store.schema.tasks
-    query = (
-        select(*(t.c[name] for name in Row._fields))
-        .where(t.c.id.in_([task.id for task in tasks]))
-        .order_by(t.c.id)
-    )
-    with d.store.database.auto.connect() as connection:
-        return [Row(*row) for row in connection.execute(query)]
-
-
-def ran_once(d: Deployment, tasks: Sequence[DelayedTask], deadline_s: float = 20) -> list[Row]:
-    """Return the rows of tasks after each one ran once, in time and not early."""
-
-    def is_over() -> bool:
-        return all(row.status == Status.DONE for row in read(d, tasks))
-
-    wait_until(is_over, deadline_s, f"{len(tasks)} tasks to run", every_s=0.02)
-    runs, rows = Counter(run[0] for run in d.runs() if run[1] != "ended"), read(d, tasks)
+def ran_once(
+    d: Deployment, tasks: Sequence[DelayedTask], deadline_s: float = 20
+) -> list[DelayedTask]:
+    """Return tasks as they are after each one ran once, in time and not early."""
+    find = partial(d.delays.find, ids=[task.id for task in tasks], status="DONE", limit=1000)
+    what = f"{len(tasks)} tasks to run"
+    wait_until(lambda: len(find()) == len(tasks), deadline_s, what, every_s=0.05)
+    runs, rows = Counter(run[0] for run in d.runs() if run[1] != "ended"), [*find()]
     for row in rows:
         assert (row.runs, runs[str(row.id)]) == (1, 1), row
         assert row.execution_time is not None
         assert row.execution_time >= row.expected_time, "nothing runs early"
     return rows
+
+
+def nodes(rows: Sequence[DelayedTask]) -> set[str]:
+    """Return the workers that ran these tasks."""
+    return {str(row.worker).partition("@")[0] for row in rows}
 
 
 def burst(d: Deployment, tag: str, many: int, due_s: float = 0.5, **more: Any) -> list[DelayedTask]:
@@ -83,10 +64,6 @@ def burst(d: Deployment, tag: str, many: int, due_s: float = 0.5, **more: Any) -
     new = [NewTask(tag, at=due, **more) for _ in range(many)]
     d.delays.schedule_many(new, on_batch=tasks.extend)
     return tasks
-
-
-def entry(task: DelayedTask, **changes: Any) -> Entry:
-    return Entry.of(task)._replace(**changes)
 
 
 #: Each timer with each broker.
@@ -114,13 +91,13 @@ def d(
     deployment.close()
 
 
-def test_a_burst_at_one_instant_runs_once_each(d: Deployment) -> None:
-    ran_once(d, burst(d, "test.note", 1000, body={"file": str(d.file)}))
-
-
-def test_all_workers_share_a_burst_of_tasks_that_take_a_while(d: Deployment) -> None:
-    rows = ran_once(d, burst(d, "test.sleep", 80, body={"file": str(d.file), "seconds": 0.1}))
-    assert {row.node for row in rows} == {"w0", "w1"}
+def test_a_burst_at_one_instant_runs_once_each_and_is_shared_by_all_workers(d: Deployment) -> None:
+    body = {"file": str(d.file)}
+    ran_once(d, burst(d, "test.note", 1000, body=body))
+    slow = burst(d, "test.sleep", 80, body={**body, "seconds": 0.1})
+    assert nodes(ran_once(d, slow)) == {"w0", "w1"}
+    mail = [d.schedule("test.mail", n / 50, queue="mail") for n in range(10)]
+    assert nodes(ran_once(d, mail)) == {"w1"}, "only this one serves the queue"
 
 
 def test_a_task_that_is_committed_after_its_due_time_runs_then(d: Deployment) -> None:
@@ -134,15 +111,10 @@ def test_a_task_that_is_committed_after_its_due_time_runs_then(d: Deployment) ->
     assert time.monotonic() - began < d.r1_s() + SLACK_S
 
 
-def test_tasks_reach_only_workers_that_serve_their_queue(d: Deployment) -> None:
-    mail = [d.schedule("test.mail", n / 50, queue="mail") for n in range(10)]
-    assert {row.node for row in ran_once(d, mail)} == {"w1"}
-
-
 def test_an_entry_that_is_armed_many_times_in_any_order_runs_once(d: Deployment) -> None:
     tasks = [d.schedule(delay=0.5) for _ in range(5)]
     moved = [d.delays.reschedule(task, 0.6) for task in tasks]
-    entries = [entry(task) for task in tasks + moved] * 10
+    entries = [Entry.of(task) for task in tasks + moved] * 10
     random.Random(7).shuffle(entries)
     for one in entries:
         assert d.arm([one])
@@ -163,46 +135,26 @@ FAULT_SLACK_S = 5
 
 
 class Rig:
-    """A deployment whose broker and optional timer Redis can become unreachable or lose their
-    data."""
+    """A deployment whose broker and Redis can become unreachable or lose their data."""
 
-    def __init__(
-        self,
-        folder: Path,
-        database: str,
-        broker: str,
-        url: str,
-        redis: RedisServer,
-        **settings: Any,
-    ) -> None:
-        self._redis = redis
-        own = (url, redis.url)
-        self._proxies = [proxy_to(each) for each in own]
-        urls = [proxy.url(each) for proxy, each in zip(self._proxies, own, strict=True)]
-        if settings.get("timer") == "redis":
-            settings["timer"] = urls[1]
-        self.deployment = Deployment(folder, database, urls[0], BROKERS[broker][1], **settings)
+    def __init__(self, redis: RedisServer, proxies: list[Proxy], deployment: Deployment) -> None:
+        self._redis, self._proxies, self.deployment = redis, proxies, deployment
 
-    def away(self, how: str) -> None:
+    def all(self, verb: str) -> None:
+        """Do something to all proxies."""
         for proxy in self._proxies:
-            getattr(proxy, how)()
-
-    def heal(self) -> None:
-        for proxy in self._proxies:
-            proxy.heal()
+            getattr(proxy, verb)()
 
     def lose(self) -> None:
         """Delete all messages in the broker and all entries in the timer's Redis."""
-        d = self.deployment
-        with d.broker_queue() as queue:
+        with self.deployment.broker_queue() as queue:
             queue.purge()
         self._redis.client().flushall()
 
     def close(self) -> None:
-        self.heal()
+        self.all("heal")
         self.deployment.close()
-        for proxy in self._proxies:
-            proxy.close()
+        self.all("close")
 
 
 Make = Callable[..., Rig]
@@ -211,19 +163,30 @@ Make = Callable[..., Rig]
 @pytest.fixture(params=COMBINATIONS, ids="-".join)
 def make(request: Any, tmp_path: Path, postgresql_url: str, start_redis: Any) -> Iterator[Make]:
     broker, timer = request.param
+    fixture, conf = BROKERS[broker]
 
     def new(**settings: Any) -> Rig:
         redis = start_redis()
-        url = redis.url if broker == "redis" else request.getfixturevalue(BROKERS[broker][0])
-        return Rig(tmp_path, postgresql_url, broker, url, redis, timer=timer, **settings)
+        own = redis.url if broker == "redis" else request.getfixturevalue(fixture), redis.url
+        proxies = [proxy_to(url) for url in own]
+        url, redis_url = (proxy.url(each) for proxy, each in zip(proxies, own, strict=True))
+        settings["timer"] = redis_url if timer == "redis" else timer
+        return Rig(redis, proxies, Deployment(tmp_path, postgresql_url, url, conf, **settings))
 
     with closing_all(new) as make:
         yield make
 
 
-def test_armed_tasks_wait_for_a_worker_and_survive_the_stop_of_a_worker(make: Make) -> None:
+def test_far_tasks_are_only_rows_until_a_sweep_and_armed_ones_wait_for_a_worker(make: Make) -> None:
     d = make(**ALONE).deployment
+    far = burst(d, "test.note", 250, due_s=3600, body={})
+    assert messages(d) + d.timer_slots() == []
+    # Simulate that an hour passed.
+    set_columns(d.store, "tasks", expected_time=d.now() + timedelta(seconds=60))
     d.sweep()  # the next sweep is a minute later
+    found = messages(d) + d.timer_slots()
+    assert len(found) <= 8, "messages of 100, or slots"
+    assert sorted(id for ids in found for id in ids) == sorted(task.id for task in far)
     early = [d.schedule() for _ in range(10)]
     first = d.worker()
     later = [d.schedule(delay=3) for _ in range(20)]
@@ -240,7 +203,9 @@ def test_tasks_in_the_memory_of_a_killed_worker_run_after_the_next_sweep(make: M
     ran_once(d, [d.schedule()])  # sent after their messages
     first.kill()
     assert messages(d) == [], "acknowledged on receipt: a broker has nothing to deliver again"
-    assert unacknowledged(d) == 0, "nor has Celery's of Redis"
+    with d.broker_queue() as queue:  # after its timeout, Redis would deliver such messages again
+        redis = queue.channel
+        assert not hasattr(redis, "unacked_key") or not redis.client.hlen(redis.unacked_key)
     d.worker()
     ran_once(d, held, deadline_s=3 + R1_S + FAULT_SLACK_S)
 
@@ -255,28 +220,12 @@ def test_tasks_that_the_timer_lost_or_refused_run_after_the_next_sweep(make: Mak
     tasks = [d.schedule(delay=0.3) for _ in range(5)]
     rig.lose()
     for how in ("swallow", "refuse"):
-        rig.away(how)
+        rig.all(how)
         began = time.monotonic()
         tasks += [d.schedule(delay=0.2) for _ in range(5)]
         assert time.monotonic() - began < 2, "nobody waits for a broker that is away"
-        rig.heal()
+        rig.all("heal")
     ran_once(d, tasks, deadline_s=R1_S + FAULT_SLACK_S)
-
-
-def test_far_tasks_are_only_rows_until_a_sweep_arms_them_in_batches(make: Make) -> None:
-    d = make(**ALONE).deployment
-
-    def waiting() -> list[list[int]]:
-        return messages(d) + d.timer_slots()
-
-    far = burst(d, "test.note", 250, due_s=3600, body={})
-    assert waiting() == []
-    # Simulate that an hour passed.
-    set_columns(d.store, "tasks", expected_time=d.now() + timedelta(seconds=60))
-    d.sweep()
-    found = waiting()
-    assert len(found) <= 8, "messages of 100, or slots"
-    assert sorted(id for ids in found for id in ids) == sorted(task.id for task in far)
 
 
 def messages(d: Deployment) -> list[list[int]]:
@@ -286,13 +235,3 @@ def messages(d: Deployment) -> list[list[int]]:
         while (message := queue.get(no_ack=True)) is not None:
             found.append([item[0] for item in message.payload[0][0]])
     return [ids for ids in found if ids]
-
-
-def unacknowledged(d: Deployment) -> int:
-    """Return how many messages Redis would redeliver after its visibility timeout.
-
-    Brokers that detect a closed connection have already redelivered them.
-    """
-    with d.broker_queue() as queue:
-        redis = queue.channel
-        return int(redis.client.hlen(redis.unacked_key)) if hasattr(redis, "unacked_key") else 0
