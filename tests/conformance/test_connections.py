@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +16,6 @@ from delaytasks import StoreError
 from tests.conftest import new_world
 from tests.world import World
 from tests.world.connections import ConnectedWorld, RoundTrips, TripCounter
-from tests.world.plans import assert_no_scan
 
 # The number of round trips to each database and broker per call and per chunk
 
@@ -69,30 +69,23 @@ def counter(request: pytest.FixtureRequest) -> Iterator[Counter]:
         yield made
 
 
-@pytest.mark.parametrize("step", [*ROUND_TRIPS][:3] + [*ROUND_TRIPS][5:6])
-def test_a_call_makes_these_round_trips(counter: Counter, step: str) -> None:
+def test_a_call_makes_these_round_trips(counter: Counter) -> None:
     @counter.app.task(durable_eta=True, shared=False)
     def remind() -> None: ...
 
-    keys = itertools.count()
-
-    def call() -> object:
-        if "apply_async" in step:
-            return remind.apply_async(countdown=FAR_S)
-        delay, key = NEAR_S if "within" in step else FAR_S, next(keys)
-        options: Any = {"key": f"{key}"} if "key" in step else {}
-        return counter.delays.schedule_delay("note", None, delay, **options)
-
-    call()  # opens the connections
-    counter.flush()
-    assert counter.of(call) == counter.expected(step)
-
-
-def test_entries_of_several_calls_are_armed_in_one_round_trip(counter: Counter) -> None:
-    counter.delays.schedule_delay("note", None, NEAR_S)
-    counter.flush()  # opens the connections
+    delays, keys = counter.delays, map(str, itertools.count())
+    calls: list[Callable[[], object]] = [
+        lambda: delays.schedule_delay("note", None, FAR_S),
+        lambda: delays.schedule_delay("note", None, NEAR_S),
+        lambda: delays.schedule_delay("note", None, FAR_S, key=next(keys)),
+        lambda: remind.apply_async(countdown=FAR_S),
+    ]
+    for step, call in zip([*ROUND_TRIPS][:3] + [*ROUND_TRIPS][5:6], calls, strict=True):
+        call()  # opens the connections
+        counter.flush()
+        assert counter.of(call) == counter.expected(step), step
     for _ in range(100):
-        counter.delays.schedule_delay("note", None, NEAR_S)
+        calls[1]()
     name = "in a thread: arming up to 100 tasks of these calls together"
     assert counter.of(counter.flush) == counter.expected(name)
 
@@ -100,41 +93,35 @@ def test_entries_of_several_calls_are_armed_in_one_round_trip(counter: Counter) 
 def test_a_call_in_the_callers_transaction_makes_these_round_trips(counter: Counter) -> None:
     engine = create_engine(counter.url)
 
-    def schedule() -> tuple[RoundTrips, RoundTrips]:
+    def schedule() -> list[RoundTrips]:
         with Session(engine) as session:
             session.execute(text("SELECT 1"))
-            scheduled = counter.of(
-                lambda: counter.delays.schedule_delay("note", {"n": 1}, NEAR_S, session=session)
-            )
-            return scheduled, counter.of(session.commit)
+            call = partial(counter.delays.schedule_delay, "note", None, NEAR_S, session=session)
+            return [counter.of(call), counter.of(session.commit)]
 
     schedule()  # opens the connections
     counter.flush()
-    scheduled, committed = schedule()
+    steps = [*ROUND_TRIPS][3:5]
+    assert schedule() == [counter.expected(step) for step in steps]
     engine.dispose()
-    assert scheduled == counter.expected("`schedule_delay` in the caller's transaction")
-    name = "commit of the caller's transaction, after a call due within the horizon"
-    assert committed == counter.expected(name)
 
 
-@pytest.mark.parametrize(("rows", "has_keys"), [(1, False), (50, False), (1, True), (50, True)])
-def test_a_chunk_makes_these_round_trips(counter: Counter, rows: int, has_keys: bool) -> None:
+def test_a_chunk_makes_these_round_trips(counter: Counter) -> None:
     claims: list[RoundTrips] = []
     counter.delays.processor("note")(lambda body: claims.append(counter.since_last()))
 
-    def run() -> RoundTrips:
+    def run(keys: list[Any]) -> RoundTrips:
         """Return the round trips after the last row has run."""
-        keys = [str(n) if has_keys else None for n in range(rows)]
         tasks = [counter.delays.schedule_delay("note", None, 0, key=key) for key in keys]
         counter.flush()
         return counter.of(lambda: counter.run(tasks))
 
-    run()  # opens the connections and prepares the statements
-    claims.clear()
-    settled = run()
-    assert claims == [counter.expected("claim of a chunk")] + [RoundTrips(0, 0)] * (rows - 1)
-    name = "settlement of a chunk of tasks with keys" if has_keys else "settlement of a chunk"
-    assert settled == counter.expected(name)
+    for rows, end in itertools.product((1, 50), ("", " of tasks with keys")):
+        keys = [str(n) if end else None for n in range(rows)]
+        run(keys)  # opens the connections and prepares the statements
+        claims.clear()
+        assert run(keys) == counter.expected(f"settlement of a chunk{end}")
+        assert claims == [counter.expected("claim of a chunk")] + [RoundTrips(0, 0)] * (rows - 1)
 
 
 # Statements that PostgreSQL parses and plans once for each connection
@@ -155,15 +142,6 @@ def work_through(world: ConnectedWorld) -> bool:
     return world.statuses(tasks) == ["DONE"] * 3
 
 
-@pytest.mark.slow
-def test_claims_and_settlements_are_planned_once(field: ConnectedWorld) -> None:
-    for _ in range(3):
-        assert work_through(field)
-    prepared = dict(field.ask("SELECT name, generic_plans FROM pg_prepared_statements"))
-    assert len(prepared) == 2
-    assert set(prepared.values()) == {3}
-
-
 CHANGES: dict[str, Any] = {
     "dropped by a pooler": lambda world: world.tell("DEALLOCATE ALL"),
     "prepared by another client": lambda world: world.forget(),
@@ -172,18 +150,16 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_statements_work_if_their_prepared_ones_do_not(field: ConnectedWorld, change: Any) -> None:
-    work_through(field)
-    change(field)
-    assert work_through(field)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_forgotten", [False, True])
-def test_a_dropped_statement_is_prepared_again(field: ConnectedWorld, is_forgotten: bool) -> None:
+def test_statements_are_planned_once_and_work_if_their_plans_do_not(field: ConnectedWorld) -> None:
+    for _ in range(3):
+        assert work_through(field)
+    prepared = dict(field.ask("SELECT name, generic_plans FROM pg_prepared_statements"))
+    assert (len(prepared), set(prepared.values())) == (2, {3})
+    for name, change in CHANGES.items():
+        change(field)
+        assert work_through(field), name
     field.limit(concurrency=10)  # a claim of several statements, in a transaction
-    for _ in range(2):
+    for is_forgotten in (False, True, False):
         waits = field.put()
         assert [one.id for one in field.claim(waits)] == [waits.id]
         field.drop_prepared_of_transactions(is_forgotten)
@@ -201,38 +177,12 @@ def test_an_error_of_a_prepared_statement_is_ours_without_values(field: Connecte
 @pytest.mark.slow
 def test_instants_are_utc_whatever_time_zone_the_url_asks_for(postgresql_url: str) -> None:
     url = f"{postgresql_url}?options=-c%20timezone%3DAsia/Tokyo"
-    with new_world(World, url, table_prefix="zone_") as world:
+    with new_world(World, url, table_prefix="Zone_") as world:  # a name that must be quoted
         waits = world.put()
         [claimed] = world.claim(waits)
     assert claimed.expected_time == waits.expected_time
     assert claimed.create_time is not None
     assert {str(at.tzinfo) for at in (claimed.expected_time, claimed.create_time)} == {"UTC"}
-
-
-@pytest.mark.slow
-def test_a_statement_on_a_broken_connection_is_sent_again_on_another(field: ConnectedWorld) -> None:
-    work_through(field)
-    waits, before = field.put(), field.session()
-    with field.breaking_the_next_connection() as used:
-        assert [one.id for one in field.claim(waits)] == [waits.id]
-    assert used[0] == before
-    assert len(set(used)) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("versions", [1, 2], ids=["one_version", "several"])
-def test_a_plan_for_an_empty_table_serves_a_full_one(field: ConnectedWorld, versions: int) -> None:
-    none = [field.new_row(version=n % versions) for n in range(2)]
-    field.worker().end([*field.claim(*none), *none])
-    number = 20_000 // versions
-    some = [one for n in range(versions) for one in field.put_many(number, -60, version=n)]
-    mixed = [*some[:50], *some[-50:]]
-    shown = field.plans(lambda: field.claim(*mixed))
-    claimed = field.claim(*some[50:100], *some[-100:-50])
-    assert len(claimed) == 100
-    shown += field.plans(lambda: field.worker().end(claimed))
-    assert shown.count("Index Cond") == 3
-    assert_no_scan(shown)
 
 
 # The connection that a process keeps for statements that are sent past SQLAlchemy
@@ -244,43 +194,28 @@ def kept(postgresql_url: str) -> Iterator[ConnectedWorld]:
         yield world
 
 
-def test_a_claim_checks_no_connection_out_of_the_pool(kept: ConnectedWorld) -> None:
-    waits = kept.put_many(5)
-    kept.claim(waits[0])
+def test_the_kept_connection_is_used_replaced_and_left_to_the_parent(kept: ConnectedWorld) -> None:
+    waits, first = kept.put_many(5), kept.session()
     with kept.checked_out() as connections:
-        assert all(kept.claim(one) for one in waits[1:])
-    assert connections == []
-
-
-def test_a_connection_that_the_server_ended_is_replaced_before_use(kept: ConnectedWorld) -> None:
-    ended = kept.session()
-    kept.end_session(ended)
-    assert kept.ask("SELECT 1", tries=1) == [(1,)]
-    assert kept.session() != ended
-
-
-def test_another_thread_gets_another_connection_meanwhile(kept: ConnectedWorld) -> None:
-    mine = kept.session()
+        assert all(kept.claim(one) for one in waits)
+    assert (connections, kept.session()) == ([], first)
+    kept.end_session(first)
+    assert kept.ask("SELECT 1", tries=1) == [(1,)], "one that the server has ended is not used"
+    second = kept.session()
     other = kept.while_in_use(kept.session_of_another_thread)
-    assert other != mine
-    assert kept.session() in (mine, other), "no third connection is opened"
+    assert len({first, second, other}) == 3
+    assert kept.session() in (second, other), "no third connection is opened"
+    third = kept.session()
+    kept.become_child()
+    assert kept.session() != third
+    assert kept.has_session(third), "the parent's is still open"
 
 
 def test_disposing_of_the_connections_closes_the_kept_one_too(kept: ConnectedWorld) -> None:
     before = kept.session()
     kept.reconnect()
-    assert kept.session() != before
+    between = kept.session()
+    assert between != before
     assert not kept.has_session(before)
-
-
-def test_a_connection_in_use_while_all_are_disposed_of_is_not_kept(kept: ConnectedWorld) -> None:
-    before = kept.session()
     kept.while_in_use(kept.reconnect)
-    assert kept.session() != before
-
-
-def test_a_forked_child_leaves_the_connection_to_its_parent(kept: ConnectedWorld) -> None:
-    before = kept.session()
-    kept.become_child()
-    assert kept.session() != before
-    assert kept.has_session(before), "it is still open"
+    assert kept.session() != between, "one that was in use meanwhile is not kept"

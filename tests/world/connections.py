@@ -8,9 +8,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
-import pytest
 from celery import Celery
-from sqlalchemy import Connection, event, exc
+from sqlalchemy import Connection, event
 
 from delaytasks import DelayedTask, DelayTasks
 from delaytasks.broker import arming
@@ -151,30 +150,6 @@ class ConnectedWorld(PlannedWorld):
         found: list[object] = []
         event.listen(self.store.database.auto, "checkout", lambda *args: found.append(args))
         yield found
-
-    @contextmanager
-    def breaking_the_next_connection(self) -> Iterator[list[int]]:
-        """End the session of the next connection once it is in use. Yield the list of the sessions
-        that are used."""
-        used: list[int] = []
-        autocommitted = self.store.database.autocommitted
-
-        def broken_at_first(work: Callable[[Connection], Any]) -> Any:
-            def use(connection: Connection) -> Any:
-                used.append(_session_of(connection))
-                if len(used) > 1:
-                    return work(connection)
-                self.end_session(used[0])
-                with pytest.raises(exc.DBAPIError) as caught:
-                    work(connection)
-                assert caught.value.connection_invalidated
-                assert connection.invalidated
-                raise caught.value
-
-            return autocommitted(use)
-
-        with mock.patch.object(self.store.database, "autocommitted", broken_at_first):
-            yield used
 
 
 def _session_of(connection: Connection) -> int:
