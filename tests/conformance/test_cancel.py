@@ -17,40 +17,24 @@ from tests.world import MonkeyPatch, World
 # The answers of `cancel`. tests/conformance/test_moves.py cancels tasks of each status
 
 
-@pytest.mark.parametrize("by", ["id", "key"])
-def test_the_result_says_why_a_task_was_not_cancelled(world: World, by: str) -> None:
+def test_the_result_says_why_a_task_was_not_cancelled(world: World) -> None:
     world.delays.processor("bad")(lambda body: 1 / 0)
     waits, done, failed = (world.schedule(tag, key="k") for tag in ("waits", "note", "bad"))
     [runs] = world.claim(world.schedule("runs", key="k"))
     world.run(done, failed)
-
-    def cancel(task: DelayedTask) -> Any:
-        return world.delays.cancel(**({"task": task.id} if by == "id" else named(task.tag)))
-
-    def named(tag: str) -> dict[str, Any]:
-        return {"tag": tag, "key": "k"}
-
-    assert cancel(waits)
+    assert world.cancel(waits)
     assert world.claim(waits) == []
-    nobody = "no live task of tag '{}' has the key 'k'"
-    expected = {
-        waits: f"task {waits.id} was cancelled before",
-        done: f"task {done.id} is DONE",
-        failed: f"task {failed.id} is FAILED",
-    }
-    for task, reason in expected.items():
-        again = cancel(task)
-        assert not again
-        assert again.reason == (reason if by == "id" else nobody.format(task.tag))
-        error = e.TaskStateError if by == "id" else e.TaskNotFoundError
-        assert task is waits or type(again.error) is error
-    refused = cancel(runs)
-    assert refused.reason == f"task {runs.id} is RUNNING"
-    assert type(refused.error) is e.TaskStateError
-    unknown = world.delays.cancel(4711) if by == "id" else world.delays.cancel(**named("never"))
-    assert type(unknown.error) is e.TaskNotFoundError
-    assert unknown.reason == ("there is no task 4711" if by == "id" else nobody.format("never"))
     assert world.count("task.cancelled") == 1
+    reasons = {waits: "was cancelled before", done: "is DONE", failed: "is FAILED"}
+    for task, reason in {**reasons, runs: "is RUNNING"}.items():
+        by_id, by_key = world.cancel(task.id), world.delays.cancel(tag=task.tag, key="k")
+        assert (bool(by_id), by_id.reason) == (False, f"task {task.id} {reason}")
+        assert task is waits or type(by_id.error) is e.TaskStateError
+        nobody = f"no live task of tag '{task.tag}' has the key 'k'"
+        assert by_key.reason == (by_id.reason if task is runs else nobody)
+        assert type(by_key.error) is (e.TaskStateError if task is runs else e.TaskNotFoundError)
+    unknown = world.cancel(4711)
+    assert (type(unknown.error), unknown.reason) == (e.TaskNotFoundError, "there is no task 4711")
     with invalid("id"):
         world.delays.cancel("seven")
 
@@ -86,14 +70,10 @@ def test_a_key_that_moved_meanwhile_names_its_new_task(
 
 def cancel(world: World, task: DelayedTask) -> CancelResult:
     """Cancel a task that runs, and tell its process, as the main process of its worker does."""
-    result = world.delays.cancel(task.id, running=True)
-    tell(world)
-    return result
-
-
-def tell(world: World) -> None:
+    result: CancelResult = world.cancel(task.id, running=True)
     requests = world.store.tasks.cancel_requests.of(["worker-1"])
     world.worker().processes.memory.ask_to_stop(requests)
+    return result
 
 
 def run(world: World, end: Callable[[DelayedTask], Any], **options: Any) -> DelayedTask:
@@ -130,6 +110,7 @@ def test_a_run_that_stops_is_cancelled_and_not_retried(world: World, end: Any) -
     assert len(world.told("task.withdrawn")) == 1
     assert not world.told("task.failed") + world.told("task.retry_scheduled")
     assert world.owner("k", "long") is None, "the key is free"
+    assert world.read(world.delays.rerun(task)).cancel_request is None
 
 
 def test_a_run_that_stops_in_the_transaction_of_complete_is_cancelled(world: World) -> None:
@@ -180,14 +161,6 @@ def test_a_row_of_the_same_chunk_that_has_not_begun_is_cancelled_too(world: Worl
     world.run(*tasks)
     assert world.statuses(tasks) == ["DONE", "CANCELLED"]
     assert world.notes == []
-
-
-def test_a_rerun_forgets_the_request(world: World) -> None:
-    cancelled = run(world, fail)
-    world.delays.processor("other")(lambda body: None)
-    again = world.delays.rerun(cancelled)
-    assert world.read(again).cancel_request is None
-    assert world.store.tasks.cancel_requests.of(["worker-1"]) == []
 
 
 def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(world: World) -> None:

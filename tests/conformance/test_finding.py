@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from tests.world import World
 # Look up and count rows, and read the clock, on every database
 
 
-def test_pages_show_each_resting_row_once_while_others_move(world: World) -> None:
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_pages_show_each_resting_row_once_while_others_move(
+    world: World, newest_first: bool
+) -> None:
     now, second = world.now() + timedelta(seconds=1000), timedelta(seconds=1)
     # Many rows have the same due time, so the cursor must compare ids and times.
     resting = {world.put(expected_time=now + n // 4 * second).id for n in range(20)}
@@ -25,7 +29,7 @@ def test_pages_show_each_resting_row_once_while_others_move(world: World) -> Non
     seen: list[int] = []
     cursor = None
     for step in range(25):
-        page = world.delays.find(limit=3, cursor=cursor)
+        page = world.delays.find(limit=3, cursor=cursor, newest_first=newest_first)
         seen += [one.id for one in page]
         cursor = page.cursor
         if cursor is None:
@@ -80,52 +84,40 @@ def tasks(world: World, delays: DelayTasks) -> dict[str, DelayedTask]:
     return tasks
 
 
-@pytest.mark.parametrize(
-    ("filters", "wanted"),
-    [
-        ({"key": "us-1"}, "second"),
-        ({"status": ["FAILED", Status.CANCELLED]}, "failed cancelled"),
-        ({"status": ("FAILED", "NOT_COMPLETE")}, "first second failed"),
-        ({"status": {"DONE", "FAILED"}, "tag": "b"}, "failed done"),
-        ({"updated_until": NOON + SECOND, "since": NOON + 4 * SECOND}, "done"),
-    ],
-)
-@pytest.mark.parametrize("limit", [1, 2, 100])
+FILTERS: list[Any] = [({"key": "us-1"}, "second")]
+FILTERS += [({"status": ["FAILED", Status.CANCELLED]}, "failed cancelled")]
+FILTERS += [({"status": ("FAILED", "NOT_COMPLETE")}, "first second failed")]
+FILTERS += [({"status": {"DONE", "FAILED"}, "tag": "b"}, "failed done")]
+FILTERS += [({"updated_until": NOON + SECOND, "since": NOON + 4 * SECOND}, "done")]
+
+
+@pytest.mark.parametrize(("filters", "wanted"), FILTERS)
 def test_find_has_the_filters_of_the_bulk_functions_and_takes_several_statuses(
-    delays: DelayTasks, tasks: dict[str, DelayedTask], filters: Any, wanted: str, limit: int
+    delays: DelayTasks, tasks: dict[str, DelayedTask], filters: Any, wanted: str
 ) -> None:
     ids = [tasks[name].id for name in wanted.split()]
-    assert all_pages(delays, limit=limit, **filters) == ids
-    assert all_pages(delays, limit=limit, newest_first=True, **filters) == ids[::-1]
-
-
-def test_a_bulk_function_takes_several_statuses_and_a_key(delays: DelayTasks, tasks: Any) -> None:
-    assert delays.bulk.cancel(key="eu-1").changed == 1
-    assert delays.bulk.rerun("1h", status=["FAILED", "CANCELLED"], tag="b").changed == 2
-    with invalid("status", match="not DONE"):
-        delays.bulk.rerun(status=["FAILED", "DONE"])
+    for limit in (1, 2, 100):
+        assert all_pages(delays, limit=limit, **filters) == ids
+        assert all_pages(delays, limit=limit, newest_first=True, **filters) == ids[::-1]
 
 
 def test_find_reads_tasks_with_some_ids_by_due_time(delays: DelayTasks, tasks: Any) -> None:
     done, second, first = (tasks[name].id for name in ("done", "second", "first"))
-
-    def found(ids: Any, **options: Any) -> list[int]:
-        return [task.id for task in delays.find(ids=ids, **options)]
-
-    assert found([done, str(first), done, 999]) == [first, done]
-    assert found({done, first}, newest_first=True) == [done, first]
-    assert found(second) == found(str(second)) == [second]
-    assert found((first, second, done), status=["DONE", "FAILED"]) == [done]
-    assert found((first, second), tag="a", queue="slow") == [second]
-    page = delays.find(ids=[done, first, second], limit=2)
-    assert [task.id for task in page] == [first, second]
-    assert found([done, first, second], cursor=page.cursor) == [done]
-    assert found([*range(1, 1000), first]) == [first]
+    find = partial(all_pages, delays)
+    assert find(ids=[done, str(first), done, 999]) == [first, done]
+    assert find(ids={done, first}, newest_first=True) == [done, first]
+    assert find(ids=second) == find(ids=str(second)) == [second]
+    assert find(ids=(first, second, done), status=["DONE", "FAILED"]) == [done]
+    assert find(ids=(first, second), tag="a", queue="slow") == [second]
+    assert find(ids=[done, first, second], limit=2) == [first, second, done]
+    assert find(ids=[*range(1, 1000), first]) == [first]
 
 
-def test_bulk_functions_move_the_tasks_with_some_ids_only(delays: DelayTasks, tasks: Any) -> None:
+def test_bulk_functions_take_ids_keys_and_several_statuses(delays: DelayTasks, tasks: Any) -> None:
     first, second, failed, done = (tasks[n].id for n in ("first", "second", "failed", "done"))
     assert delays.bulk.cancel(ids=[first, done], dry_run=True).matched == 1
+    both = delays.bulk.rerun(status=["FAILED", "CANCELLED"], tag="b", dry_run=True)
+    assert both.matched == 2
     assert delays.bulk.reschedule(at=NOON + 9 * SECOND, ids=[first, second, done]).changed == 2
     assert delays.get(second).due == NOON + 9 * SECOND
     cancelled = delays.bulk.cancel(ids=[str(first)])
@@ -134,7 +126,10 @@ def test_bulk_functions_move_the_tasks_with_some_ids_only(delays: DelayTasks, ta
     assert delays.get(second).status is Status.NOT_COMPLETE
     assert delays.bulk.rerun("1h", ids=[first, failed, done]).changed == 1
     assert delays.bulk.rerun("1h", ids=[first], status="CANCELLED").changed == 1
+    assert delays.bulk.cancel(key="eu-1").changed == 1
     assert delays.bulk.cancel(ids=[first, second], queue="slow").changed == 1
+    with invalid("status", match="not DONE"):
+        delays.bulk.rerun(status=["FAILED", "DONE"])
 
 
 WRONG_IDS: list[Any] = [([], "name 1 to 1,000"), (b"12", "b'12'"), ({7: "first"}, "first")]
@@ -147,31 +142,6 @@ def test_wrong_ids_are_refused(delays: DelayTasks, ids: Any, says: str) -> None:
     for call in (delays.find, delays.bulk.cancel, delays.bulk.rerun):
         with invalid("ids", match=says):
             call(ids=ids)
-
-
-# Pages of tasks from the newest to the oldest, on each database
-
-
-@pytest.fixture
-def equal_tasks(world: World, delays: DelayTasks) -> list[DelayedTask]:
-    """Return tasks of two queues and two tags in the order of their due times; some times are
-    equal."""
-    now = world.now()
-    tags, queues = ("a", "b"), ("default", "other")
-    made = [
-        delays.schedule_delay(
-            tags[n % 2], n, at=now + timedelta(minutes=n // 3), queue=queues[n % 3 // 2]
-        )
-        for n in range(1, 12)
-    ]
-    return sorted(made, key=lambda task: (task.expected_time, task.id))
-
-
-def test_a_new_task_between_pages_shifts_none(delays: DelayTasks, equal_tasks: Any) -> None:
-    first = delays.find(limit=4, newest_first=True)
-    delays.schedule_delay("a", {}, 86_400)
-    rest = delays.find(limit=100, newest_first=True, cursor=first.cursor)
-    assert [task.id for task in [*first, *rest]] == [task.id for task in equal_tasks][::-1]
 
 
 # A search ends at its time limit, on every database
@@ -211,6 +181,7 @@ def seen(follower: Any) -> list[tuple[int, str]]:
 
 
 def test_each_change_is_shown_once(world: World) -> None:
+    backlog = world.put(due_s=-3600, update_time=world.now() - timedelta(hours=1))
     follower = world.follow()
     task = world.schedule(body={"secret": 1})
     [found] = follower.read().tasks
@@ -223,16 +194,11 @@ def test_each_change_is_shown_once(world: World) -> None:
     assert seen(follower) == [(later.id, "NOT_COMPLETE")]
     world.cancel(later)
     assert seen(follower) == [(later.id, "CANCELLED")]
-
-
-def test_a_task_of_a_backlog_is_found_while_it_runs_and_when_it_ends(world: World) -> None:
-    task = world.put(due_s=-3600, update_time=world.now() - timedelta(hours=1))
-    follower = world.follow()
     # The follower has not seen it yet, and it was due long ago, so only its status leads to it.
-    [claimed] = world.claim(task)
-    assert (task.id, "RUNNING") in seen(follower)
-    world.change(task, status=1, version=claimed.version + 1)
-    assert seen(follower) == [(task.id, "DONE")], "it was seen before"
+    [claimed] = world.claim(backlog)
+    assert seen(follower) == [(backlog.id, "RUNNING")]
+    world.change(backlog, status=1, version=claimed.version + 1)
+    assert seen(follower) == [(backlog.id, "DONE")], "it was seen before"
 
 
 def test_filters_apply_to_the_changes(world: World, delays: DelayTasks) -> None:
@@ -262,15 +228,15 @@ def test_a_read_has_few_statements_and_each_is_bounded(world: World) -> None:
 # The cost of a search by status grows with the queues that it may read, and not faster
 
 
-@pytest.mark.parametrize("newest_first", [False, True])
-def test_a_page_is_read_with_equally_short_statements(world: World, newest_first: bool) -> None:
+def test_a_page_is_read_with_equally_short_statements(world: World) -> None:
     ids = [world.put(queue=f"q{n}", status=Status.FAILED).id for n in range(8)]
-    with world.statements() as statements:
-        page = world.delays.find(status="FAILED", limit=1, newest_first=newest_first)
-    assert page.tasks[0].id in ids
-    reads = [each for each in statements if "task_key" in each]
-    assert len(reads) == 8
-    assert len({len(each) for each in reads[2:]}) == 1, "each has one bound of due times"
+    for newest_first in (False, True):
+        with world.statements() as statements:
+            page = world.delays.find(status="FAILED", limit=1, newest_first=newest_first)
+        assert page.tasks[0].id in ids
+        reads = [each for each in statements if "task_key" in each]
+        assert len(reads) == 8
+        assert len({len(each) for each in reads[2:]}) == 1, "each has one bound of due times"
 
 
 def test_other_queues_than_that_of_the_filter_are_not_visited(world: World) -> None:

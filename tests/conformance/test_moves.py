@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import insert
 from sqlalchemy.orm import Session
 
 import delaytasks as e
 from delaytasks import DelayedTask, NewTask, Status, TouchResult
-from tests.conformance.test_transactions import own_engine
 from tests.waiting import wait_until
-from tests.world import FINISHED, MOVES, RUNNING, MonkeyPatch, World
+from tests.world import FINISHED, MOVES, RUNNING, World
 
 # -- each move, from each status, by id and by key, with and without the caller's transaction -----
 
 
-TOUCH_BATCH_ROWS = "delaytasks.db.task_rows.TOUCH_BATCH_ROWS"
 #: The calls, their options, and the due time that each leaves, in seconds from now.
 CALLS: dict[str, tuple[str, dict[str, Any], float]] = {
     "cancel": ("cancel", {}, 5),
@@ -37,29 +34,23 @@ def put_keyed(world: World, status: Status, key: str) -> DelayedTask:
     """Insert a row with a history; a live one owns its key."""
     made = world.put(status, key=key, due_s=5, runs=3, lapses=2, priority=4)
     if status not in FINISHED:
-        owner = {"tag": made.tag, "task_key": key, "task_id": made.id}
-        with world.begin() as connection:
-            connection.execute(insert(world.table("keys")).values(owner))
+        world.insert("keys", {"tag": made.tag, "task_key": key, "task_id": made.id})
     return world.read(made)
 
 
-@contextmanager
-def opened(world: World, where: str) -> Iterator[Any]:
-    """Yield the caller's session or connection, or None."""
-    engine = own_engine(world.url)
-    if where == "alone":
-        yield None
-    else:
-        with Session(engine) if where == "session" else engine.connect() as made:
-            yield made
-    engine.dispose()
+#: The caller's transaction.
+PLACES: dict[str, Callable[[World], Any]] = {
+    "alone": lambda world: nullcontext(),
+    "session": lambda world: Session(world.engine),
+    "connection": lambda world: world.engine.connect(),
+}
 
 
 def messages(world: World) -> list[tuple[Any, ...]]:
     return [(entry.id, entry.version, entry.queue, entry.priority) for entry in world.broker.armed]
 
 
-@pytest.mark.parametrize("where", ["alone", "session", "connection"])
+@pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("by", ["id", "key"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("status", list(Status), ids=str)
@@ -76,7 +67,7 @@ def test_a_move_is_made_from_its_sources_in_the_callers_transaction_and_refused_
         of = {"task": before.id} if by == "id" else {"tag": "note", "key": before.key}
         world.broker.lose()
         result: Any
-        with opened(world, where) as session:
+        with PLACES[where](world) as session:
             try:
                 result = getattr(world.delays, name)(**of, **options, session=session)
             except e.TaskStateError as error:
@@ -186,8 +177,8 @@ def test_touch_many_moves_waiting_tasks_later_and_returns_the_others_in_order(wo
     assert {world.read(task).version for task in waits} == {0}
 
 
-def test_a_heartbeat_is_one_statement_many_are_few(world: World, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(TOUCH_BATCH_ROWS, 30)
+def test_a_heartbeat_is_one_statement_many_are_few(world: World) -> None:
+    world.lower(rows_of_a_touch=30)
     keys = [f"k{n}" for n in range(80)]
     world.delays.schedule_many([NewTask("lost", {}, 5, key=key) for key in keys])
     task = world.delays.get(tag="lost", key="k7")
@@ -204,10 +195,10 @@ def test_a_heartbeat_is_one_statement_many_are_few(world: World, monkeypatch: Mo
     assert messages(world) == []
 
 
-def test_touch_many_touches_locked_rows_last(world: World, monkeypatch: MonkeyPatch) -> None:
+def test_touch_many_touches_locked_rows_last(world: World) -> None:
     if not world.has_row_locks:
         return
-    monkeypatch.setattr(TOUCH_BATCH_ROWS, 2)
+    world.lower(rows_of_a_touch=2)
     locked, claimed, *others = tasks = [schedule(world) for _ in range(6)]
     t = world.table()
     with ThreadPoolExecutor(1) as pool, world.locked(locked, claimed) as owner:
