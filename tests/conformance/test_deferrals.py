@@ -1,15 +1,18 @@
-"""Deferred tasks and their due times, on every database."""
+"""Deferred tasks and their due times, and versions of bodies, on every database."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 
-from delaytasks import DelayedTask, DuplicateTaskError, Retry, RetrySchedule, Snooze, Status
+import delaytasks as e
+from delaytasks import DelayedTask, Retry, RetrySchedule, Snooze, Status
+from tests.refusals import invalid
 from tests.world import LeaseEndsError, MakeWorld, World
 
 
@@ -32,7 +35,10 @@ def run_when_due(world: World, task: DelayedTask) -> DelayedTask:
 
 
 def test_a_deferred_task_runs_at_its_next_try_on_a_worker_with_the_processor(world: World) -> None:
-    tasks = defer(world, 3)
+    began, tasks = world.now(), defer(world, 3)
+    for task in tasks:
+        at = datetime.fromisoformat(str(task.error).rpartition("next try at ")[2])
+        assert at == task.expected_time > began + timedelta(seconds=4)
     world.delays.processor("new")(world.notes.append)
     done = [run_when_due(world, task) for task in tasks]
     assert [(task.status, task.due) for task in done] == [(Status.DONE, task.due) for task in tasks]
@@ -45,22 +51,6 @@ def test_a_call_for_all_tasks_of_the_tag_runs_deferred_ones_immediately(world: W
     world.delays.bulk.reschedule(at=world.now(), tag="new")
     world.deliver()
     assert world.statuses(tasks) == ["DONE"] * 3
-
-
-def test_a_touch_is_kept_beside_a_later_next_try(world: World, overdue: DelayedTask) -> None:
-    assert world.delays.touch(overdue, 180)
-    touched = world.read(overdue)
-    assert overdue.due < touched.due < touched.expected_time == overdue.expected_time
-    assert world.delays.touch(overdue, 60)
-    assert world.read(overdue).due == touched.due, "never earlier"
-
-
-def test_the_error_of_a_row_says_when_it_is_tried_again(world: World) -> None:
-    began = world.now()
-    [task] = defer(world)
-    assert task.error is not None
-    at = datetime.fromisoformat(task.error.rpartition("next try at ")[2])
-    assert at == task.expected_time > began + timedelta(seconds=4)
 
 
 # A task that waits for its processor keeps its due time: `max_late` and lateness count from it
@@ -77,12 +67,14 @@ def test_a_deferred_task_expires_by_its_first_due_time(world: World) -> None:
 
 def test_a_deferred_task_keeps_its_first_due_time_until_it_has_run(make_world: MakeWorld) -> None:
     world = make_world(log_format="json")
-    [task] = defer(world)
+    [task] = defer(world, key="k")
     due = task.due - timedelta(seconds=5)
     world.change(task, due_time=due)
     for _ in range(2):
         deferred = run_when_due(world, task)
         assert deferred.due == due < deferred.expected_time
+        with pytest.raises(e.DuplicateTaskError, match=re.escape(f"due {due.isoformat()}")):
+            world.schedule(key="k", tag="new")
     world.change(task, expected_time=due)
     [claimed] = world.claim(world.read(task))
     assert claimed.due == due
@@ -95,29 +87,11 @@ def test_a_deferred_task_keeps_its_first_due_time_until_it_has_run(make_world: M
     assert world.told("task.done")[0]["late_s"] > 4
 
 
-def test_the_error_about_a_taken_key_names_the_first_due_time_of_its_task(world: World) -> None:
-    [task] = defer(world, key="k")
-    with pytest.raises(DuplicateTaskError, match=re.escape(f"due {task.due.isoformat()}")):
-        world.schedule(key="k", tag="new")
+OUTCOMES: list[Any] = [Retry(after=60), Snooze(60), ValueError("no")]
 
 
-def test_a_lost_lease_keeps_the_due_time(world: World) -> None:
-    """The attempt ended because of the worker, and the task did not request another due time."""
-    world.run(done := world.schedule())
-    assert (world.read(done).due_time, world.read(done).due) == (None, done.expected_time)
-
-    def loses_its_lease(body: object) -> None:
-        raise LeaseEndsError("its lease ends", 1)
-
-    world.delays.processor("cut")(loses_its_lease)
-    world.run(task := world.schedule("cut"))
-    assert world.read(task).due == task.expected_time
-
-
-@pytest.mark.parametrize(
-    "outcome", [Retry(after=60), Snooze(60), ValueError("no")], ids=["retry", "snooze", "error"]
-)
-def test_a_time_that_the_task_asked_for_is_its_new_due_time(world: World, outcome: object) -> None:
+@pytest.mark.parametrize("outcome", OUTCOMES, ids=["retry", "snooze", "error"])
+def test_a_time_that_the_task_asked_for_is_its_new_due_time(world: World, outcome: Any) -> None:
     [task] = defer(world)
 
     def end(body: object) -> object:
@@ -129,6 +103,16 @@ def test_a_time_that_the_task_asked_for_is_its_new_due_time(world: World, outcom
     again = run_when_due(world, task)
     assert (again.status, again.due_time) == (Status.NOT_COMPLETE, None)
     assert again.due == again.expected_time > world.now() + timedelta(seconds=50)
+
+
+def test_a_run_that_ends_with_its_lease_has_asked_for_no_other_due_time(world: World) -> None:
+    def loses_its_lease(body: object) -> None:
+        raise LeaseEndsError("its lease ends", 1)
+
+    world.delays.processor("cut")(loses_its_lease)
+    world.run(cut := world.schedule("cut"), done := world.schedule())
+    assert world.read(cut).due == cut.expected_time
+    assert (world.read(done).due_time, world.read(done).due) == (None, done.expected_time)
 
 
 CALLS: dict[str, Callable[[World, DelayedTask], object]] = {
@@ -149,6 +133,14 @@ def test_a_call_with_a_later_time_gives_a_deferral_a_new_due_time(world: World, 
     again = world.read(task)
     assert again.due_time is None
     assert again.due == again.expected_time > world.now() + timedelta(minutes=55)
+
+
+def test_a_touch_is_kept_beside_a_later_next_try(world: World, overdue: DelayedTask) -> None:
+    assert world.delays.touch(overdue, 180)
+    touched = world.read(overdue)
+    assert overdue.due < touched.due < touched.expected_time == overdue.expected_time
+    assert world.delays.touch(overdue, 60)
+    assert world.read(overdue).due == touched.due, "never earlier"
 
 
 def test_a_shift_of_many_counts_from_the_due_time_and_not_from_the_next_try(world: World) -> None:
@@ -189,3 +181,63 @@ def test_a_task_is_overdue_though_its_next_try_is_later(world: World, overdue: D
         ("default", "note", 1, "due"),
         ("letters", "note", 1, "due"),
     }
+
+
+# Bodies of newer versions wait for newer code, and a processor sees the version of each body
+
+
+OLD, NEW = {"nr": 7}, {"order": 7, "currency": "EUR"}
+
+
+@pytest.mark.parametrize("batch", [None, 5])
+def test_a_processor_sees_the_version_of_each_body(world: World, batch: int | None) -> None:
+    old, got = world.schedule("pay", OLD), list[Any]()
+
+    @world.delays.processor("pay", body_version=3, batch=batch)
+    def work(body: Any, task: Any) -> None:
+        together = zip(body, task, strict=True) if batch else [(body, task)]
+        got.extend((one.body_version, each) for each, one in together)
+
+    second = world.schedule("pay", {"order": 7}, body_version=2)
+    new = world.schedule("pay", NEW)
+    assert [world.read(task).body_version for task in (old, second, new)] == [1, 2, 3]
+    world.run(old, second, new)
+    assert got == [(1, OLD), (2, {"order": 7}), (3, NEW)]
+
+
+def test_a_newer_body_waits_for_newer_code_and_is_reported(world: World) -> None:
+    world.delays.processor("pay", body_version=2)(world.notes.append)
+    world.run(task := world.schedule("pay", NEW, body_version=3))
+    waits = world.read(task)
+    assert (waits.status, waits.runs, world.notes) == (Status.NOT_COMPLETE, 0, [])
+    assert waits.due == task.due
+    assert world.told("task.newer_body")
+    world.schedule("pay", NEW, delay=60, body_version=2)
+    [finding] = world.delays.check()
+    assert list(finding.ids) == [task.id]
+    assert finding.problem == "bodies of version 3, and its processor has 2"
+    world.runtime.registry._processors.clear()  # as in a process with the new code
+    world.delays.processor("pay", body_version=3)(world.notes.append)
+    assert run_when_due(world, task).status is Status.DONE
+    assert world.notes == [NEW]
+
+
+def test_scheduling_checks_a_body_unless_newer_code_runs_it(world: World) -> None:
+    def schema(body: dict[str, Any]) -> dict[str, Any]:
+        assert "currency" in body
+        return body
+
+    schedule = partial(world.delays.schedule_delay, "pay", delay=60)
+    world.delays.processor("pay", body_version=3, schema=schema)(lambda body: None)
+    assert schedule(NEW).body_version == 3
+    assert schedule(NEW, body_version=1).body_version == 1
+    assert schedule("any", body_version=4).body_version == 4
+    for version in (1, 3):
+        with pytest.raises(e.BodyRefusedError):
+            schedule(OLD, body_version=version)
+    wrong: list[Any] = [0, "2", True, 1.0]
+    for version in wrong:
+        with invalid("body_version", match="integer from 1"):
+            world.delays.processor("other", body_version=version)
+        with invalid("body_version", match="version of a body"):
+            schedule(NEW, body_version=version)
