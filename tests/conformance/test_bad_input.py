@@ -120,6 +120,7 @@ BAD_DELAYS = [
     -1, -0.001, float("nan"), float("inf"), float("-inf"), True, 1e20, 10**400, -(10**5000),
     Decimal(5), timedelta(seconds=-1), timedelta.max, [5], Unsayable(),
 ]  # fmt: skip
+BAD_LIMITS = [0, -1, True, 1.5, "5", 10**10]
 BAD_INSTANTS = [NAIVE, "2030-01-01T00:00:00Z", 1893456000, object()]
 BAD_INSTANTS += [datetime(1, 1, 1, tzinfo=FAR_EAST), datetime.max.replace(tzinfo=UTC)]
 BAD: dict[str, list[Any]] = {
@@ -131,7 +132,7 @@ BAD: dict[str, list[Any]] = {
     "delay": [*BAD_DELAYS, "5"],
     "at": BAD_INSTANTS,
     "since": [NAIVE],
-    "until": [NAIVE],
+    "until": ["soon", -5, True, NAIVE],
     "jitter": [*BAD_DELAYS, 0, "0s", "soon"],  # but the text "5" means 5 seconds
     "priority": [-1, 10, True, 1.0, "1", None, 10**5000, Unsayable()],
     "limit_key": ["", " ", "a ", "a" * 256, "a\nb", 7, True],
@@ -141,6 +142,20 @@ BAD: dict[str, list[Any]] = {
     "status": [77, -1, True, "GONE", "", 1.5, Unsayable()],
     "cursor": BAD_CURSORS,
     "version": [1, -1, 2**70, 10**5000, "0", Unsayable()],
+    "concurrency": BAD_LIMITS,
+    "concurrency_per_key": BAD_LIMITS,
+    "rate": [*"100 0/s /s 5/ 5/0s 5/99d -5/s 5/x ٣/s 5/s/s".split(), 5, "9" * 99 + "/s"],
+    "actor": ["x" * 256, "a\nb"],
+    "by": [0, "-5", True, float("-inf"), -1e12],
+    "before": ["x", 0, 2**63],
+    "name": [*BAD_NAMES, "x" * 167],
+    "every": [0, 1.5, -5, "5 parsecs"],
+    "cron": ["61 * * * *", "0 0 31 2 *", "* * *", "* " * 400, object()],
+    "tz": ["Mars/Olympus", "../etc/passwd"],
+    "missed": ["maybe"],
+    "overlap": ["maybe"],
+    "meta": [{"tenant": 7}],
+    "start": [NAIVE],
 }
 #: The errors of some arguments, and words of them.
 ERRORS: dict[str, Any] = {"task": "id", "item": "tasks", "version": e.StaleVersionError}
@@ -150,6 +165,9 @@ SAYS = {"limit": "1 to 1000", "status": "NOT_COMPLETE", "version": "version 0, n
 WAITS, FAILED = 41, 42
 OPTIONS: dict[str, Any] = {"tag": "mail", "body": {}, "delay": 5, "key": "new", "queue": "q"}
 OPTIONS |= {"priority": 0, "id": 5, "limit_key": "k", "jitter": 5, "on_conflict": "replace"}
+LIMITS = {"concurrency": 1, "concurrency_per_key": 1, "rate": "5/s"}
+RECURRING: dict[str, Any] = {"name": "r", "every": 5, "missed": "all", "overlap": "skip"}
+RECURRING |= {"start": THEN, "meta": {}, "priority": 0}
 FILTERS = {"tag": "a", "key": "k", "queue": "q", "status": "DONE", "since": THEN, "until": THEN}
 
 
@@ -179,6 +197,20 @@ CALLS: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "rerun": (DelayTasks.rerun, {"task": FAILED, "delay": 5, "version": 0}),
     "find": (DelayTasks.find, FILTERS | {"cursor": None, "limit": 10}),
     "spread": (lambda d, jitter: d.bulk.reschedule(jitter=jitter, tag="mail"), {"jitter": 5}),
+    "shift": (lambda d, by: d.bulk.reschedule(by=by, tag="mail"), {"by": 5}),
+    "cancel many": (lambda d, **of: d.bulk.cancel(**of), {"tag": "mail", "actor": "a"}),
+    "rerun many": (lambda d, delay: d.bulk.rerun(delay, tag="mail"), {"delay": 5}),
+    "log": (lambda d, **of: d.bulk.log(**of), {"limit": 1, "before": 5}),
+    "pause a tag": (lambda d, **of: d.policies.pause(**of), {"tag": "mail", "until": "2h"}),
+    "pause a queue": (lambda d, queue: d.policies.pause(queue=queue), {"queue": "q"}),
+    "resume": (lambda d, tag: d.policies.resume(tag=tag), {"tag": "mail"}),
+    "remove": (lambda d, queue: d.policies.remove(queue=queue), {"queue": "q"}),
+    "limit": (lambda d, **of: d.policies.set(tag="mail", **of), LIMITS),
+    "recur": (lambda d, **of: d.recurring.set(tag="mail", **of), RECURRING),
+    "recur by cron": (
+        lambda d, **of: d.recurring.set("r", "mail", **of),
+        {"cron": "* * * * *", "tz": "UTC"},
+    ),
 }
 ARGUMENTS = [(name, each) for name, (_, good) in CALLS.items() for each in good if each in BAD]
 
@@ -226,6 +258,23 @@ REFUSED: list[tuple[str, Callable[[Any], object], str]] = [
     ("at", lambda d: d.schedule_many([("mail", {}, NAIVE)]), "2030"),
     ("delay", lambda d: d.bulk.reschedule(60, jitter=60, tag="mail"), "jitter"),
     ("status", lambda d: d.find(status=[]), "name 1 to 1,000"),
+    ("everything", lambda d: d.bulk.cancel(), "everything=True"),
+    ("everything", lambda d: d.bulk.cancel(tag=None, dry_run=True), "everything=True"),
+    ("colour", lambda d: d.bulk.cancel(colour="red"), "known: "),
+    ("status", lambda d: d.bulk.cancel(status="DONE"), "HELD, NOT_COMPLETE, not DONE"),
+    ("status", lambda d: d.bulk.rerun(status="RUNNING"), "CANCELLED, FAILED, not RUNNING"),
+    ("delay", lambda d: d.bulk.reschedule(tag="a"), "one of the four"),
+    ("delay", lambda d: d.bulk.reschedule(5, by=5, tag="a"), "one of the four"),
+    ("until", lambda d: d.policies.pause(tag="a", until="0s"), "is over"),
+    ("until", lambda d: d.policies.pause(tag="a", until=datetime(2026, 1, 1, tzinfo=UTC)), "'2h'"),
+    ("tag", lambda d: d.policies.pause(), "a tag or a queue"),
+    ("tag", lambda d: d.policies.resume(tag="a", queue="b"), "a tag or a queue"),
+    ("concurrency", lambda d: d.policies.set(tag="a"), "what"),
+    ("queue", lambda d: d.policies.set(queue="slow", concurrency=3), "limits are for tags"),
+    ("tag", lambda d: d.recurring.set("r", "", every=5), ""),
+    ("cron", lambda d: d.recurring.set("r", "mail"), ""),
+    ("cron", lambda d: d.recurring.set("r", "mail", cron="* * * * *", every=5), ""),
+    ("jitter", lambda d: d.recurring.set("r", "mail", every=5, jitter=-1), ""),
 ]
 NOT_NAMED: list[dict[str, Any]] = [{}, {"key": "k"}, {"tag": "mail"}, TWICE_NAMED]
 NOT_NAMED += [{"key": ["k"]}, {"task": [WAITS], "tag": "mail"}, TWICE_NAMED | {"key": ["k"]}]

@@ -399,33 +399,3 @@ def test_each_filter_narrows(world: World, delays: DelayTasks, filters: Any, wan
     assert counts(delays.bulk.cancel(dry_run=True, **filters)) == (len(names), 0, 0)
     assert delays.bulk.cancel(**filters).changed == len(names)
     assert {task.body for task in tasks if delays.get(task).is_cancelled} == names
-
-
-@pytest.mark.parametrize(
-    ("call", "argument", "says"),
-    [
-        (lambda d: d.bulk.cancel(), "everything", "everything=True"),
-        (lambda d: d.bulk.cancel(tag=None, dry_run=True), "everything", "everything=True"),
-        (lambda d: d.bulk.cancel(colour="red"), "colour", "colour.*known: .*tag"),
-        (lambda d: d.bulk.cancel(status="DONE"), "status", "HELD, NOT_COMPLETE, not DONE"),
-        (lambda d: d.bulk.rerun(status="RUNNING"), "status", "CANCELLED, FAILED, not RUNNING"),
-        (lambda d: d.bulk.cancel(tag="a", actor="x" * 256), "actor", "255"),
-        (lambda d: d.bulk.cancel(tag="a", actor="a\nb"), "actor", "printable"),
-        (lambda d: d.bulk.reschedule(tag="a"), "delay", "one of the four"),
-        (lambda d: d.bulk.reschedule(5, by=5, tag="a"), "delay", "one of the four"),
-        (lambda d: d.bulk.reschedule(by=0, tag="a"), "by", "not 0"),
-        (lambda d: d.bulk.reschedule(by="-5", tag="a"), "by", "text with units"),
-        (lambda d: d.bulk.reschedule(by=True, tag="a"), "by", "number of seconds"),
-        (lambda d: d.bulk.reschedule(by=float("-inf"), tag="a"), "by", "finite"),
-        (lambda d: d.bulk.reschedule(by=-1e12, tag="a"), "by", "at most"),
-        (lambda d: d.bulk.rerun(float("nan"), tag="a"), "delay", "finite"),
-        (lambda d: d.bulk.log(limit=0), "limit", "1 to 1000"),
-        *[(lambda d, b=b: d.bulk.log(before=b), "before", "integer") for b in ("x", 0, 2**63)],
-    ],
-)
-def test_invalid_calls_are_refused(delays: DelayTasks, call: Any, argument: str, says: str) -> None:
-    task = schedule(delays, "a")
-    with invalid(argument, match=says):
-        call(delays)
-    assert delays.get(task) == task
-    assert delays.bulk.log() == []

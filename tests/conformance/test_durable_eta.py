@@ -231,20 +231,6 @@ def test_a_row_that_is_no_celery_message_fails_and_delays_no_other(office: Offic
     assert "is not a Celery message" in str(office.delays.get(strange[0]).error)
 
 
-def test_a_message_of_protocol_1_is_published_and_revoked(office: Office) -> None:
-    office.app.conf.task_protocol = 1
-    result = office.remind.apply_async((7,), countdown=90)
-    revoked = office.remind.apply_async((8,), countdown=95)
-    revoked.revoke()
-
-    first, second = office.rows()
-    assert run_now(office.delays, first).status is Status.DONE
-    assert (second.status, revoked.state) == (Status.CANCELLED, "REVOKED")
-
-    (message,) = office.published()
-    assert (message.payload["id"], message.payload["eta"]) == (result.id, None)
-
-
 def test_rows_wait_until_the_broker_is_available_again(make_office: Make) -> None:
     broken, office = make_office("amqp://127.0.0.1:1//"), make_office()
     office.remind.apply_async((7,), countdown=90)

@@ -211,15 +211,6 @@ def test_a_session_joined_to_an_outer_transaction_arms_after_the_outer_commit(sh
     assert shop.has(task)
 
 
-@pytest.mark.slow
-def test_many_far_tasks_are_not_held_in_memory_until_the_commit(shop: Caller, place: Any) -> None:
-    assert shop.delays.schedule_many((("far", n, 86_400) for n in range(20)), session=place) == 20
-    gc.collect()
-    assert not [it for it in gc.get_objects() if type(it) is DelayedTask and it.tag == "far"]
-    place.commit()
-    assert len(shop.seen()) == 20
-
-
 def test_a_task_that_comes_near_is_armed_at_commit(shop: Caller) -> None:
     clock = ManualClock(shop.world.now())
     shop.world.set_clock(clock)
