@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -30,6 +30,7 @@ from delaytasks.events import Events
 from delaytasks.http_api.routes import ROUTES
 from delaytasks.model import errors
 from delaytasks.model.clock import from_us
+from delaytasks.model.moves import Move
 from delaytasks.model.text import DEFERRALS
 from delaytasks.operate import metrics
 from delaytasks.operate.monitoring import read_file
@@ -54,6 +55,9 @@ _PLACES = ("", "delaytasks", "tests", "examples/django_shop")
 
 #: Variables of the environment that are no settings begin like this.
 _OTHER_VARIABLES = ("DELAYTASKS_APP", "DELAYTASKS_BENCH_", "DELAYTASKS_TEST_")
+
+
+SETTINGS = Settings().effective()
 
 
 def page(name: str) -> str:
@@ -91,7 +95,7 @@ def test_each_metric_and_each_alert_is_explained() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_settings_files_and_tests_that_a_page_names_exist(name: str) -> None:
-    known = {row[0] for row in Settings().effective()} | metric_names()
+    known = {row[0] for row in SETTINGS} | metric_names()
     text = (ROOT / name).read_text()
     for found in re.findall(r"\b(?:delaytasks|DELAYTASKS)_[A-Za-z0-9_]+\b", text):
         assert found.startswith(_OTHER_VARIABLES) or found.lower() in known, found
@@ -124,34 +128,34 @@ def _anchor(heading: str) -> str | None:
 # -- tables generated from the code ---------------------------------------------------------------
 
 
+def table(columns: str, rows: Iterable[Sequence[object]]) -> str:
+    head, *lines = (f"| {' | '.join(map(str, row))} |" for row in (columns.split(), *rows))
+    return "\n".join([head, "|---" * len(columns.split()) + "|", *lines])
+
+
 def settings_table() -> str:
-    rows = ["| setting | default | meaning |", "|---|---|---|"]
-    for name, value, _, about in Settings().effective():
-        rows.append(f"| `{name}` | {f'`{value}`' if value else ''} | {about} |")
-    return "\n".join(rows)
+    rows = ((f"`{name}`", value and f"`{value}`", about) for name, value, _, about in SETTINGS)
+    return table("setting default meaning", rows)
 
 
 def moves_table() -> str:
-    rows = ["| move | from | to |", "|---|---|---|"]
-    for move in MOVES.values():
-        sources = ", ".join(status.name for status in Status if status in move.sources)
-        rows.append(f"| `{move.name}` | {sources or '–'} | {move.target.name} |")
-    return "\n".join(rows)
+    def sources(move: Move) -> str:
+        return ", ".join(status.name for status in Status if status in move.sources) or "–"
+
+    rows = ((f"`{move.name}`", sources(move), move.target.name) for move in MOVES.values())
+    return table("move from to", rows)
 
 
 def round_trips_table() -> str:
-    rows = ["| step | PostgreSQL | MariaDB | Redis | RabbitMQ |", "|---|---|---|---|---|"]
-    for step, (first, second) in ROUND_TRIPS.items():
-        numbers = (first.database, second.database, first.broker, second.broker)
-        rows.append(f"| {step} | {' | '.join(map(str, numbers))} |")
-    return "\n".join(rows)
+    rows = (
+        (step, first.database, second.database, first.broker, second.broker)
+        for step, (first, second) in ROUND_TRIPS.items()
+    )
+    return table("step PostgreSQL MariaDB Redis RabbitMQ", rows)
 
 
 def http_routes_table() -> str:
-    rows = ["| operation | request |", "|---|---|"]
-    for each in ROUTES:
-        rows.append(f"| {each.summary} | `{each.method} {each.path}` |")
-    return "\n".join(rows)
+    return table("operation request", ((r.summary, f"`{r.method} {r.path}`") for r in ROUTES))
 
 
 #: The options with which several commands select tasks.

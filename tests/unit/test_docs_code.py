@@ -35,13 +35,9 @@ def test_each_block_runs_or_states_why_it_does_not(page: Path) -> None:
         and not (block.file and files_test_of(page))
     ]
     assert silent == []
-
-
-@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
-def test_a_test_that_runs_blocks_of_a_page_reads_the_page(page: Path) -> None:
     named = {block.test for block in blocks(page)} | {files_test_of(page)}
     for test in named - {None}:
-        assert page.name in (ROOT / str(test)).read_text(), test
+        assert page.name in (ROOT / str(test)).read_text(), f"{test} does not read the page"
 
 
 @pytest.mark.slow
