@@ -279,11 +279,12 @@ class Moves(stateful.RuleBasedStateMachine):
 
     # -- time, sweeps and messages ----------------------------------------------------------------
 
-    @rule(seconds=st.sampled_from([1, 6, 6, 20, 70]), sweeps=st.booleans())
-    def advance(self, seconds: int, sweeps: bool) -> None:
+    @rule(seconds=st.sampled_from([1, 6, 6, 20, 70]), sweeps=st.integers(0, 3))
+    def advance(self, seconds: int, sweeps: int) -> None:
         self.times.advance(seconds)
-        if sweeps:
+        for _ in range(sweeps):
             self.sweep()
+            self.times.advance(SWEEP_S)
 
     def lapsing(self) -> list[Known]:
         return [one for one in self.those(Status.RUNNING) if one.lease_us < self.times.now_us]
@@ -306,12 +307,6 @@ class Moves(stateful.RuleBasedStateMachine):
         ended = [one for one in lapsing if self.world.read(one.task.id).status != Status.RUNNING]
         assert len(ended) == recovered.total
         self.lapse(ended)
-
-    @rule(times=st.integers(1, 3))
-    def go_on_sweeping(self, times: int) -> None:
-        for _ in range(times):
-            self.times.advance(SWEEP_S)
-            self.sweep()
 
     @rule()
     def sweep(self) -> None:
