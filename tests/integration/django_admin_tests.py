@@ -10,7 +10,6 @@ import html
 import re
 import secrets
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -27,8 +26,11 @@ from delaytasks.contrib.django.admin import DelayTaskRowAdmin
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import DelayTaskRow
 from delaytasks.contrib.django.mounting import mount, staff_viewer
+from delaytasks.model.moves import MOVES
 from delaytasks.model.task import DelayedTask
+from delaytasks.operate.operations import OPERATIONS
 from delaytasks.runtime import runtime_of
+from tests.integration.operation_examples import EXAMPLES, Example, arrange, changes, state_of
 from tests.world.recording import runner_of
 
 delays = project_delays()
@@ -191,29 +193,31 @@ def test_filters_and_searches_find_tasks_page_by_page(monkeypatch: pytest.Monkey
 # -- act ------------------------------------------------------------------------------------------
 
 
-def test_selected_tasks_are_counted_before_an_action_and_audited_after_it() -> None:
-    waits, ended = (delays.schedule_delay("mail", {}, 3600) for _ in range(2))
-    delays.cancel(ended)
-    question, message = act(operator(), "cancel", waits, ended)
-    assert "Cancel: 1 task<" in question
-    assert "1 of the selected tasks will not change" in question
-    assert "1 task was cancelled." in message
-    assert status(waits) is Status.CANCELLED
-    [entry] = delays.bulk.log()
-    assert (entry.action, entry.filter["ids"]) == ("cancel", [str(waits.id)])
-    moved = delays.schedule_delay("mail", {}, 3600)
-    act(operator(), "reschedule", moved, delay="2h")
-    due_in = delays.get(moved).due - runtime_of(delays).clock.now()
-    assert abs(due_in - timedelta(hours=2)) < timedelta(seconds=30)
-
-
-def test_ended_tasks_run_again_from_their_page() -> None:
-    client, task = operator(), delays.schedule_delay("mail", {}, 3600)
-    delays.cancel(task)
-    page = text_of(client.get(f"{TASKS}{task.id}/change/"))
-    assert re.findall(r'name="action" value="(\w+)"', page) == ["rerun"]
-    act(client, "rerun", task)
-    assert status(task) is Status.NOT_COMPLETE
+@pytest.mark.parametrize("example", [each for each in EXAMPLES if each.filters], ids=str)
+def test_an_action_has_the_effect_that_the_operation_has_on_each_face(example: Example) -> None:
+    arrange(delays)
+    filters: dict[str, Any] = {**example.filters}
+    before, client = state_of(delays), operator()
+    # The actions run CANCELLED tasks again, too, if they are selected.
+    if example.operation == "rerun":
+        filters.setdefault("status", "FAILED")
+    if "meta" in filters:
+        filters["meta"] = dict([filters["meta"].split("=")])
+    tasks = delays.find(**filters).tasks
+    question, message = act(client, example.operation, *tasks, **example.typed)
+    count, done = len(example.effect), OPERATIONS[example.operation].done
+    assert f"{example.operation.capitalize()}: {count} task<" in question
+    left = len(tasks) - count
+    assert not left or f"{left} of the selected tasks will not change" in question
+    assert message.startswith(f"{count} task was {done}.")
+    assert changes(before, state_of(delays)) == example.effect
+    entry = delays.bulk.log()[0]
+    user = User.objects.order_by("-pk")[0].get_username()
+    assert (entry.action, entry.actor, entry.state) == (example.operation, user, "done")
+    page = text_of(client.get(f"{TASKS}{tasks[0].id}/change/"))
+    offered = re.findall(r'name="action" value="(\w+)"', page)
+    assert offered == [name for name in ("cancel", "reschedule", "rerun")
+                       if delays.get(tasks[0]).status in MOVES[name].sources]  # fmt: skip
 
 
 def test_a_task_that_moved_after_the_question_is_left_as_it_is() -> None:

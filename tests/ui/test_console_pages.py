@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
-from delaytasks import Status
 from delaytasks.console import pages
 from delaytasks.console.pages import SEARCH_S
 from delaytasks.console.viewers import Role
@@ -18,6 +18,8 @@ from delaytasks.model.clock import UTC
 from delaytasks.model.text import installed_version
 from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.operate.why import why
+from delaytasks.recurring.definition import DEFINED
+from delaytasks.recurring.recurring import follow
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, chart_titles, fill, make_delays, post
 from tests.world import RUNNING
@@ -72,28 +74,11 @@ def test_tasks_that_are_due_soon_are_read_from_a_limited_number_of_queues(
     delays.close()
 
 
-def test_the_address_of_the_list_with_an_id_leads_to_the_task(site: Site) -> None:
-    client, [task, *_] = site.client(), site.delays.find(limit=1)
-    assert client.get(f"/tasks?id={task.id}").location == f"/tasks/{task.id}"
-    assert client.get("/tasks?id=x").status_code == 400
-    assert client.get("/tasks?id=").status_code == 200
-
-
-def test_tasks_are_filtered_and_paged_by_the_address(site: Site) -> None:
+def test_tasks_are_found_by_a_part_of_the_error_by_pages_and_by_id(site: Site) -> None:
     client = site.client()
-    counts = {
-        "status=FAILED&tag=report.build": 9,
-        "error=TEMPLATE+FOR+ORDER+904": 1,
-        "error=*no template for order*": 9,
-        "error=nothing like this": 0,
-        "key=order-7": 1,
-        "key_prefix=report-": 9,
-        "meta=tenant%3Dacme": 4,
-        "queue=feeds&status=CANCELLED": 3,
-    }
-    for query, count in counts.items():
-        text = client.get(f"/tasks?{query}").text
-        assert len(re.findall("<tr data-row>", text)) == count, query
+    for error, count in (("TEMPLATE+FOR+ORDER+904", 1), ("*no template for order*", 9)):
+        text = client.get(f"/tasks?error={error}").text
+        assert len(re.findall("<tr data-row>", text)) == count, error
     seen: list[str] = []
     path: str | None = "/tasks?tag=order.close&order=oldest"
     while path is not None:
@@ -101,8 +86,10 @@ def test_tasks_are_filtered_and_paged_by_the_address(site: Site) -> None:
         seen += re.findall(r'href="/tasks/(\d+)"', text)
         following = re.search(r'<a rel="next" href="([^"]+)"', text)
         path = None if following is None else html.unescape(following[1])
-    wanted = [str(task.id) for task in site.delays.find(tag="order.close", limit=1000)]
-    assert seen == wanted
+    assert seen == [str(task.id) for task in site.delays.find(tag="order.close", limit=1000)]
+    assert client.get(f"/tasks?id={seen[0]}").location == f"/tasks/{seen[0]}"
+    assert client.get("/tasks?id=x").status_code == 400
+    assert client.get("/tasks?id=").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -209,35 +196,22 @@ def test_the_page_of_workers_shows_their_load_and_their_version(site: Site) -> N
 # -- actions --------------------------------------------------------------------------------------
 
 
-def test_a_task_is_cancelled_run_again_and_rescheduled(own_site: Site) -> None:
+def test_a_notice_says_what_was_done_to_a_task_and_its_page_names_the_actor(own_site: Site) -> None:
     client, delays = own_site.client(Role.OPERATE), own_site.delays
     task = delays.find(tag="order.close", status="NOT_COMPLETE").tasks[0]
     page = f"/tasks/{task.id}"
-
-    def do(action: str, **fields: Any) -> Any:
-        version = delays.get(task.id).version
-        return post(client, f"/do/{action}", id=task.id, version=version, next=page, **fields)
-
-    answer = do("cancel")
+    answer = post(client, "/do/cancel", id=task.id, version=task.version, next=page)
     assert (answer.status_code, answer.location) == (303, page)
-    assert re.search(r"The task was cancelled at \d\d:\d\d:\d\d UTC\.<", client.get(page).text)
-    assert delays.get(task.id).status is Status.CANCELLED
-    assert re.search(r"It was cancelled at .* by maria \(entry \d+", client.get(page).text)
-    do("rerun")
-    assert delays.get(task.id).status is Status.NOT_COMPLETE
-    assert "The task was rerun at " in client.get(page).text
-    do("reschedule", delay="2h")
-    assert (
-        f", and is due at {delays.get(task.id).due:%Y-%m-%d %H:%M:%S} UTC.<"
-        in client.get(page).text
-    )
-    due = delays.get(task.id).due - runtime_of(delays).clock.now()
-    assert timedelta(minutes=119) < due <= timedelta(hours=2)
-    do("reschedule", delay="0")
-    assert delays.get(task.id).due <= runtime_of(delays).clock.now()
-    entries = [entry for entry in delays.bulk.log() if entry.filter.get("id") == str(task.id)]
-    actions = [entry.action for entry in entries]
-    assert actions == ["reschedule_task", "reschedule_task", "rerun_task", "cancel_task"]
+    text = client.get(page).text
+    assert re.search(r"The task was cancelled at \d\d:\d\d:\d\d UTC\.<", text)
+    assert re.search(r"It was cancelled at .* by maria \(entry \d+", text)
+    post(client, "/do/rerun", id=task.id, delay="2h", next=page)
+    due = delays.get(task.id).due
+    said = client.get(page).text
+    assert "The task was rerun at " in said
+    assert f", and is due at {due:%Y-%m-%d %H:%M:%S} UTC.<" in said
+    post(client, "/do/cancel", id=task.id, version=0)
+    assert 'class="notice bad"' in client.get("/").text
 
 
 def test_the_page_of_a_task_names_no_command_that_viewers_may_call_otherwise(site: Site) -> None:
@@ -246,16 +220,6 @@ def test_the_page_of_a_task_names_no_command_that_viewers_may_call_otherwise(sit
         [task, *_] = site.delays.find(status=status).tasks
         assert re.search(": delaytasks ", why(runtime_of(site.delays), task)[0].text)
         assert not re.search(": delaytasks ", client.get(f"/tasks/{task.id}").text)
-
-
-def test_a_task_that_moved_meanwhile_is_left_alone(own_site: Site) -> None:
-    client, delays = own_site.client(), own_site.delays
-    task = delays.find(tag="order.close", status="NOT_COMPLETE").tasks[0]
-    delays.reschedule(task, 5000)
-    post(client, "/do/cancel", id=task.id, version=task.version)
-    assert delays.get(task.id).status is Status.NOT_COMPLETE
-    assert delays.bulk.log()[0].state == "failed"
-    assert 'class="notice bad"' in client.get("/").text
 
 
 @pytest.mark.parametrize("number", ["\N{SUPERSCRIPT TWO}", "1" * 5000, "x", "-1"])
@@ -268,29 +232,106 @@ def test_a_text_that_is_no_number_is_refused(site: Site, number: str) -> None:
         assert post(client, "/do/cancel", id=number, **fields).status_code == 303
 
 
-def test_tags_are_paused_limited_and_resumed(own_site: Site) -> None:
-    client, delays = own_site.client(Role.ADMIN), own_site.delays
-
-    def policy() -> Any:
-        return next(iter(delays.policies.list(tag="order.close")), None)
-
-    post(client, "/do/pause", tag="order.close")
-    assert policy().is_paused
-    assert policy().updated_by == "maria"
-    post(client, "/do/resume", tag="order.close")
-    post(client, "/do/pause", tag="order.close", until="2h")
-    until = f"{policy().paused_until:%Y-%m-%d %H:%M:%S} UTC"
+def test_the_end_of_a_pause_is_shown_and_viewers_have_no_forms(own_site: Site) -> None:
+    own_site.delays.policies.pause(tag="order.close", until="2h")
+    [policy] = own_site.delays.policies.list(tag="order.close")
+    until = f"{policy.paused_until:%Y-%m-%d %H:%M:%S} UTC"
     for page in ("/policies", "/tag?name=order.close"):
-        assert "</span> until <time" in (text := client.get(page).text)
+        text = own_site.client(Role.ADMIN).get(page).text
+        assert "</span> until <time" in text
         assert until in text
-    assert 'action="/do/resume"' in text
-    viewer = own_site.client(Role.VIEW)
-    assert "/do/" not in viewer.get(page).text
+        assert 'action="/do/resume"' in text
+        assert "/do/" not in own_site.client(Role.VIEW).get(page).text
+
+
+# -- the forms of recurring schedules and of limits -----------------------------------------------
+
+
+def form_of(text: str, action: str = "/do/recurring-set") -> dict[str, str]:
+    """Return what a browser sends if a viewer changes nothing in the form of this action."""
+    [form] = re.findall(
+        rf'<form method="post" action="{action}" class="fields".*?</form>', text, re.DOTALL
+    )
+    fields: dict[str, str] = {}
+    for field in re.findall(r"<input[^>]*>", form):
+        [name] = re.findall(r' name="(\w+)"', field)
+        [fields[name], *_] = re.findall(r' value="([^"]*)"|$', field)
+    for name, options in re.findall(r'<select name="(\w+)">(.*?)</select>', form):
+        [fields[name], *_] = re.findall(r"<option selected>(\w+)|$", options)
+    fields |= re.findall(r'<textarea name="(\w+)"[^>]*>(.*?)</textarea>', form, re.DOTALL)
+    return {name: html.unescape(value) for name, value in fields.items()}
+
+
+@pytest.mark.parametrize("timing", [{"cron": "0 3 * * *", "tz": "Asia/Tokyo"}, {"every": "5m"}])
+def test_a_schedule_is_changed_in_one_field_only(own_site: Site, timing: dict[str, Any]) -> None:
+    client, recurring = own_site.client(Role.ADMIN), own_site.delays.recurring
+    rules = {"jitter": "10s", "missed": "all", "overlap": "skip"}
+    options = {"queue": "mail", "priority": 3, "retries": "15s 3m", "max_late": 60}
+    options |= {"limit_key": "k", "meta": {"tenant": "acme"}, "body_version": 3}
+    body = {"order": 1, "text": "</textarea>é"}
+    recurring.set("nightly", "order.close", body, **timing, **rules, **options)  # type: ignore[arg-type]
+    stored = recurring.get("nightly")
+    fields = form_of(client.get("/recurring?name=nightly").text)
+    client.post("/do/recurring-set", data=fields)
+    assert recurring.get("nightly") == stored
+    client.post("/do/recurring-set", data={**fields, "queue": "reports"})
+    changed = recurring.get("nightly")
+    assert changed.queue == "reports"
+    for name in set(DEFINED) - {"queue"}:
+        assert getattr(changed, name) == getattr(stored, name), name
+    client.post("/do/recurring-set", data={**fields, "body": " ", "overlap": "allow"})
+    assert (recurring.get("nightly").body, recurring.get("nightly").overlap) == (body, "allow")
+    client.post("/do/recurring-set", data={**fields, "body": '{"order": 2}', "retries": ""})
+    changed = recurring.get("nightly")
+    assert changed.body == {"order": 2}
+    assert json.loads(changed.headers_json or "").keys() == {"max_late_s", "body_version"}
+
+
+def test_the_form_is_for_schedules_that_can_change_and_replaces_no_other(own_site: Site) -> None:
+    client, recurring = own_site.client(Role.ADMIN), own_site.delays.recurring
+    fields = form_of(client.get("/recurring").text)
+    fields |= {"name": "feeds", "tag": "report.build", "cron": "0 4 * * *"}
+    client.post("/do/recurring-set", data=fields)
+    assert "there is a schedule feeds already" in client.get("/recurring").text
+    assert recurring.get("feeds").tag == "feed.read"
+
+    @own_site.delays.recurring("0 9 * * *", name="declared")
+    @own_site.delays.processor("declared.report")
+    def report(body: Any) -> None: ...
+
+    follow(runtime_of(own_site.delays))
+    text = own_site.client(Role.ADMIN).get("/recurring").text
+    assert "<code>every 5m</code>" in text
+    assert re.findall(r'href="/recurring\?name=([\w-]+)#edit"', text) == ["feeds", "report-nightly"]
+    assert "name=feeds#edit" not in own_site.client(Role.OPERATE).get("/recurring").text
     client = own_site.client(Role.ADMIN)
-    post(client, "/do/resume", tag="order.close")
-    post(client, "/do/limit", tag="order.close", concurrency="3", rate="5/s")
-    assert (policy().concurrency, policy().rate_text) == (3, "5/s")
-    post(client, "/do/limit", tag="order.close", concurrency="many")
-    assert policy().concurrency == 3
-    post(client, "/do/limit", tag="order.close", remove="1")
-    assert policy() is None
+    assert form_of(client.get("/recurring?name=gone").text)["name"] == ""
+    assert client.get("/recurring?after=%00").status_code == 400
+
+
+LIMITS = "/do/limit"
+
+
+def limits(site: Site, tag: str) -> Any:
+    [policy] = site.delays.policies.list(tag=tag)
+    return policy.concurrency, policy.concurrency_per_key, policy.rate_text
+
+
+def test_administrators_change_limits_one_by_one(own_site: Site) -> None:
+    assert "/policies?tag=" not in own_site.client(Role.OPERATE).get("/policies").text
+    client = own_site.client(Role.ADMIN)
+    assert form_of(client.get("/policies?tag=gone").text, LIMITS)["tag"] == ""
+    [link] = re.findall(r'href="(/policies\?tag=[^"]*)"', client.get("/policies").text)
+    assert link == "/policies?tag=pay.notify#edit", "mail.send is paused and has no limits"
+    fields = form_of(client.get(link).text, LIMITS)
+    client.post(LIMITS, data=fields)
+    assert limits(own_site, "pay.notify") == (10, None, "100/s")
+    client.post(LIMITS, data={**fields, "concurrency": "20"})
+    assert limits(own_site, "pay.notify") == (20, None, "100/s")
+    client.post(LIMITS, data={**fields, "rate": "none"})
+    assert limits(own_site, "pay.notify") == (10, None, None)
+    new = form_of(client.get("/policies").text, LIMITS)
+    client.post(LIMITS, data={**new, "tag": "pay.notify", "concurrency_per_key": "1"})
+    assert limits(own_site, "pay.notify") == (10, 1, None), "those without a value stay"
+    client.post(LIMITS, data={**new, "tag": "mail.send"})
+    assert "no limit was named" in client.get("/policies").text

@@ -17,7 +17,9 @@ from sqlalchemy import insert
 from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.cli.main import main
 from delaytasks.db.store import Store
+from delaytasks.db.types import db_now_plus
 from delaytasks.runtime import runtime_of
+from tests.world.recording import set_columns
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] \x9b1m \u202e \r\nforged line"
@@ -135,6 +137,17 @@ class Project:
         row = {"tag": "ok", "message_body": "{}", **values}
         with self.store.database.begin() as connection:
             connection.execute(insert(self.store.schema.tasks).values(**row))
+
+    def hold(self, *tasks: DelayedTask) -> None:
+        """Let these tasks be held as the claim of a worker holds them."""
+        for task in tasks:
+            set_columns(self.store, "tasks", {"id": task.id}, status=int(Status.HELD))
+
+    def overdue(self, tag: str = "ok", **options: Any) -> DelayedTask:
+        """Schedule a task that was due 90 s ago."""
+        task = self.schedule(tag, **options)
+        set_columns(self.store, "tasks", {"id": task.id}, expected_time=db_now_plus(-90))
+        return task
 
     def status(self, task: DelayedTask) -> Status:
         return self.delays.get(task.id).status

@@ -1,132 +1,101 @@
-"""`schedule`, `list`, `show`, `cancel`, `reschedule` and `rerun` of tasks that are named."""
+"""The commands on tasks and policies: what they print, count, ask and refuse.
+
+`tests/integration/test_faces.py` has the effect of each command.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from delaytasks import Status
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import UTC
-from tests.integration.cli.project import FAR, HOSTILE, Project
+from delaytasks.operate import task_calls as bulk
+from delaytasks.runtime import runtime_of
+from tests.integration.cli.project import FAR, HOSTILE, RUN, Project
 from tests.services import free_port
+from tests.waiting import wait_until
 from tests.world.recording import set_columns
 
 
-def test_schedule_answers_with_the_task(shop: Project) -> None:
-    options = ["--key", "k", "--priority", "3", "--queue", "q", "--id", "42"]
-    task = shop.json("schedule", "ok", '{"n": 9007199254740993}', "--delay", "1h30m", *options)
-    wanted: dict[str, Any] = {"id": "42", "status": "NOT_COMPLETE", "tag": "ok", "key": "k"}
-    wanted |= {"queue": "q", "priority": 3, "body": {"n": 9007199254740993}, "delay_s": 5400}
-    assert task == task | wanted
-    assert shop.json("schedule", "mail", "--delay", "1h")["queue"] == "letters"
-    stored = shop.delays.get(42)
-    assert stored.body == {"n": 9007199254740993}
-    assert stored.expected_time.isoformat() == task["expected_time"]
-    at = shop.json("schedule", "ok", "--at", "2030-01-01T02:00:00+02:00")
-    assert at["expected_time"] == "2030-01-01T00:00:00+00:00"
-    said = shop("schedule", "ok", "--delay", "30m", "--id", "43").stdout
-    assert re.fullmatch(r"scheduled task 43 \(ok\): due \S+Z, in (30m|29m59s)\n", said)
-
-
-def test_a_body_comes_from_a_file_or_from_stdin(shop: Project, tmp_path: Path) -> None:
+def test_schedule_and_show_print_a_task_with_all_of_its_fields(
+    shop: Project, tmp_path: Path
+) -> None:
     (tmp_path / "body.json").write_text('["é"]', encoding="utf-8")
-    assert shop.json("schedule", "ok", "@body.json", "--delay", "1h")["body"] == ["é"]
-    assert shop.json("schedule", "ok", "-", "--delay", "1h", typed='{"a": 1}')["body"] == {"a": 1}
-    assert shop.json("schedule", "ok", "--delay", "1h")["body"] is None
+    said = shop("schedule", "ok", "@body.json", "--delay", "30m", "--id", "43", "--key", "k").stdout
+    assert re.fullmatch(r"scheduled task 43 \(ok\): due \S+Z, in (30m|29m59s)\n", said)
+    from_stdin = shop.json("schedule", "ok", "-", "--delay", "1h", typed='{"a": 1}')
+    assert from_stdin["body"] == {"a": 1}
+    shown = shop.json("show", "43")
+    read = {name: shown[name] for name in ("moves", "update_time", "why")}
+    assert {**shop.delays.get(43).as_json(), "failed_attempts": [], **read} == shown
+    assert shown["moves"] == ["claim", "hold", "cancel", "reschedule", "replace"]
+    said = shop("show", "--tag", "ok", "--key", "k").stdout
+    special = ("body", "error", "failed_attempts", "id", "status", "tag", "why")
+    assert '  [\n    "é"\n  ]\n' in said
+    assert all(re.search(rf"^{name} ", said, re.MULTILINE) for name in shown if name not in special)
 
 
-def test_a_key_in_use_is_refused_kept_or_replaced(shop: Project) -> None:
-    first = shop.json("schedule", "ok", "1", "--delay", "1h", "--key", "k")
-    again = ["schedule", "ok", "2", "--delay", "2h", "--key", "k"]
-    assert shop.error(*again, exit_code=1)["type"] == "DuplicateTaskError"
-    kept = shop.json(*again, "--on-conflict", "keep")
-    assert (kept["id"], kept["body"]) == (first["id"], 1)
-    replaced = shop.json(*again, "--on-conflict", "replace")
-    assert (replaced["id"], replaced["body"]) == (first["id"], 2)
+def test_a_key_of_no_live_task_names_the_last_task_that_had_it(shop: Project) -> None:
+    for delay in (3600, 60):
+        shop.delays.cancel(newest := shop.schedule(key="k1", delay=delay))
+    found = shop.json("show", "--tag", "ok", "--key", "k1")
+    assert (found["id"], found["status"]) == (str(newest.id), "CANCELLED")
+    error = shop.error("show", "--tag", "ok", "--key", "k2", exit_code=1)
+    assert error["type"] == "TaskNotFoundError"
+    live = shop.schedule(key="k1", delay=30)
+    assert shop.json("show", "--tag", "ok", "--key", "k1")["id"] == str(live.id)
 
 
 def test_an_unavailable_broker_is_reported_and_does_no_harm(shop: Project) -> None:
     shop.patch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{free_port()}/0")
     said = shop("schedule", "ok", "--delay", "1")
-    assert said.exit_code == 0
-    assert "a sweep will send it" in said.stderr
+    assert (said.exit_code, "a sweep will send it" in said.stderr) == (0, True)
     assert len(shop.delays.find()) == 1
 
 
-def ids(shop: Project, *options: str) -> list[str]:
-    return [found["id"] for found in shop.json("list", *options)["tasks"]]
-
-
-def test_list_finds_by_tag_status_key_and_time(shop: Project) -> None:
-    task = shop.schedule("mail", 3600, key="k")
+def test_list_takes_times_before_now_and_prints_the_cursor_of_the_next_page(shop: Project) -> None:
+    ids = [str(shop.schedule("mail", 60 + number, key=f"a b{number}").id) for number in range(5)]
     near, old = shop.schedule("ok", 60), shop.schedule("ok")
     set_columns(shop.store, "tasks", {"id": old.id}, expected_time=db_now_plus(-7200))
-    shop.delays.cancel(shop.schedule("mail", 7200))
-    end = (task.expected_time + timedelta(seconds=1)).isoformat()
-    assert len(ids(shop)) == 4
-    for chosen in ("--status not_complete", "--key k", "--key k*"):
-        assert ids(shop, "--tag", "mail", *chosen.split()) == [str(task.id)]
-    assert ids(shop, "--due", f"{task.expected_time.isoformat()}..{end}") == [str(task.id)]
-    # A duration counts back from now.
-    for due, found in (("1h..", [near]), ("..1h", [old]), ("3h..", [near, old])):
-        assert ids(shop, "--tag", "ok", "--due", due) == [str(one.id) for one in found]
-    assert shop.json("cancel", "--due", "..1h", "--yes")["changed"] == 1
-
-
-def test_list_prints_the_cursor_of_the_next_page(shop: Project) -> None:
-    ids = [str(shop.schedule("mail", 60 + number, key=f"a b{number}").id) for number in range(5)]
-    seen: list[str] = []
-    chosen = f"--tag mail --status NOT_COMPLETE --due 2020-01-01T00:00:00Z..{FAR} --created 1h.."
-    more: list[str] = []
+    for due, tasks in (("1h..", [near]), ("..1h", [old]), ("3h..", [near, old])):
+        found = shop.json("list", "--tag", "ok", "--due", due)["tasks"]
+        assert [task["id"] for task in found] == [str(task.id) for task in tasks]
+    seen, more = list[str](), list[str]()
+    chosen = f"--tag mail --due 2020-01-01T00:00:00Z..{FAR} --created 1h.. --limit 2".split()
     for _ in range(3):
-        said = shop("list", *chosen.split(), "--limit", "2", *more)
+        said = shop("list", *chosen, *more)
         seen += [line.split()[0] for line in said.stdout.splitlines()[1:]]
         more = said.stderr.split()[-2:]
-    assert more == [], "the last page has no cursor"
-    assert seen == ids[::-1]
-    assert shop.json("list", "--limit", "3")["cursor"]
+    assert (seen, more) == (ids[::-1], []), "the last page has no cursor"
 
 
 #: The wrong argument, or the type of the error, and commands with this error.
 WRONG = """
-    limit: list --limit 0 | log --limit 0
-    cursor: list --cursor x
     due: list --due now.. | list --due ..3000000d
     due: cancel --tag ok --due 1h --yes | cancel --tag ok --due .. --yes
-    UsageError: list --follow --oldest-first
-    UsageError: cancel | cancel --yes | cancel --tag ok | cancel --key k
-    UsageError: cancel --tag ok --running --yes
-    id: cancel x | schedule ok --delay 1 --id '1 OR 1=1'
-    status: cancel --tag ok --status DONE --yes | rerun --status RUNNING --yes
-    key_prefix: cancel --tag ok --key * --yes
-    UsageError: reschedule --delay 1 | reschedule 1 --by 1h
-    delay: reschedule 1 | reschedule 1 2 --delay 1h --at 2030-01-01T00:00:00Z
-    delay: reschedule --tag ok --yes | reschedule --tag ok --by 1h --delay 1h --yes
-    UsageError: reschedule --tag ok --by 1h --version 0 --yes
-    UsageError: rerun
-    entry: rerun --entry 7 --yes
-    delay: schedule ok --delay soon
-    body: schedule ok {a} --delay 1
+    cursor: list --cursor x
+    UsageError: list --follow --oldest-first | cancel | cancel --yes | cancel --tag ok
+    UsageError: cancel --key k | cancel --tag ok --running --yes | rerun | reschedule --delay 1
+    UsageError: reschedule 1 --by 1h | reschedule --tag ok --by 1h --version 0 --yes
     BadParameter: schedule ok @nowhere.json --delay 1
-    MissingParameter: schedule
-    delay: schedule ok | schedule ok --delay 1 --at 2999-01-01T00:00:00Z
     NoSuchOption: schedule ok --delya 1
-    tag: pause | resume --tag a --queue b
-    queue: limit --queue 'a b' --remove
-    queue: limit --queue a --rate 1/s
-    tag: limit --rate 1/s
+    delay: schedule ok | reschedule 1 2 --delay 1h --at 2030-01-01T00:00:00Z
     remove: limit --tag a --rate 1/s --remove
-    recurring: pause --recurring a --tag b | pause --recurring a --until 1h
-    recurring: resume --recurring a --queue b
-    until: pause --tag mail --until soon | pause --tag mail --until 2020-01-31T18:00:00Z
-    rate: limit --tag mail --rate fast
-    cron: recurring set r ok --cron '61 * * * *'
-    body: recurring set r ok { --every 5m
+    recurring: pause --recurring a --tag b | resume --recurring a --queue b
     UsageError: recurring list --next 3 | recurring list r* --next 3
     UsageError: status --probe worker --live --max-overdue 0
     UsageError: status --probe --live | status --probe beat --name w | status --watch --ahead 1d
@@ -144,8 +113,7 @@ def test_a_wrong_command_exits_with_2_and_changes_nothing(shop: Project) -> None
     ]
     for body in ("[" * 100_000, json.dumps("x" * 300_000)):
         wrong.append(("body", ["schedule", "ok", body, "--delay", "1"]))
-    wrong.append(("tag", ["schedule", "a\nb", "--delay", "1"]))
-    wrong.append(("actor", ["pause", "--tag", "mail", "--actor", HOSTILE]))
+    wrong.append(("id", ["cancel", str(task.id), "x"]))
     for argument, command in wrong:
         assert shop.wrong(*command) == argument, f"{command}"[:100]
     assert [(each.id, each.version) for each in shop.delays.find()] == [(task.id, 0)]
@@ -153,16 +121,23 @@ def test_a_wrong_command_exits_with_2_and_changes_nothing(shop: Project) -> None
         assert shop.json(*listing.split()) == []
 
 
-def test_show_has_all_fields_and_the_allowed_moves(shop: Project) -> None:
-    task = shop.schedule("ok", 3600, {"a": [1]}, key="k")
-    shown = shop.json("show", str(task.id))
-    read = {name: shown[name] for name in ("moves", "update_time", "why")}
-    assert {**task.as_json(), "failed_attempts": [], **read} == shown
-    assert shown["moves"] == ["claim", "hold", "cancel", "reschedule", "replace"]
-    said = shop("show", "--tag", "ok", "--key", "k").stdout
-    special = ("body", "error", "failed_attempts", "id", "status", "tag", "why")
-    assert '  {\n    "a": [\n      1\n    ]\n  }\n' in said
-    assert all(re.search(rf"^{name} ", said, re.MULTILINE) for name in shown if name not in special)
+def test_each_named_task_is_moved_even_if_another_one_cannot_move(shop: Project) -> None:
+    first, second, third = (shop.schedule(delay=60) for _ in range(3))
+    shop.delays.cancel(second)
+    ids = [str(first.id), "5", str(second.id)]
+    answer = shop.json("cancel", *ids, exit_code=1)
+    failed = {"id": "5", "error": "there is no task 5", "type": "TaskNotFoundError"}
+    changed = {"cancelled": ids[:1], "requested": [], "unchanged": ids[2:]}
+    assert answer == {**changed, "failed": [failed]}
+    again = shop.json("rerun", *ids, "--delay", "1h", exit_code=1)
+    assert [task["id"] for task in again["rerun"] + again["failed"]] == [ids[0], ids[2], "5"]
+    said = shop("reschedule", "5", str(third.id), "6", "--delay", "2h")
+    assert said.stdout.startswith(f"rescheduled task {third.id} (ok): due ")
+    errors = "Error: there is no task 5\nError: there is no task 6\n"
+    assert (said.exit_code, said.stderr) == (1, errors)
+
+
+# -- texts of other programs ----------------------------------------------------------------------
 
 
 def test_untrusted_text_in_rows_is_escaped(shop: Project) -> None:
@@ -179,58 +154,11 @@ def test_untrusted_text_in_rows_is_escaped(shop: Project) -> None:
     assert shown.replace("\n", "").isascii()
     assert "\x1b" not in shown
     assert json.loads(shown)["tag"] == HOSTILE
-
-
-def test_an_error_s_stack_is_shown_line_by_line(shop: Project) -> None:
     task = shop.schedule("bad")
     shop("run")
     said = shop("show", str(task.id)).stdout
     assert "\nerror\n  Traceback (most recent call last):\n" in said
     assert r"  ValueError: \x1b[31mred\x1b[0m [red]markup[/red] \x9b1m \u202e \r" in said
-
-
-def test_cancel_answers_for_each_task(shop: Project) -> None:
-    first, second = shop.schedule(delay=60, key="k"), shop.schedule(delay=60)
-    shop.delays.cancel(second)
-    error = shop.error("cancel", str(first.id), "x", exit_code=2)
-    assert error["argument"] == "id"
-    assert shop.status(first) is Status.NOT_COMPLETE, "an invalid id stops the whole command"
-    answer = shop.json("cancel", str(first.id), "5", str(second.id), exit_code=1)
-    failed = {"id": "5", "error": "there is no task 5", "type": "TaskNotFoundError"}
-    changed = {"cancelled": [str(first.id)], "requested": [], "unchanged": [str(second.id)]}
-    assert answer == {**changed, "failed": [failed]}
-    assert shop.json("cancel", "--tag", "ok", "--key", "k")["unchanged"] == [str(first.id)]
-    error = shop.error("cancel", "--tag", "ok", "--key", "other", exit_code=1)
-    assert error["type"] == "TaskNotFoundError"
-    third = shop.schedule(delay=60)
-    said = shop("cancel", "5", str(third.id), "6")
-    errors = "Error: there is no task 5\nError: there is no task 6\n"
-    assert (said.exit_code, said.stdout, said.stderr) == (1, f"cancelled task {third.id}\n", errors)
-
-
-def test_reschedule_moves_each_task_unless_its_version_changed(shop: Project) -> None:
-    task, other = shop.schedule(delay=60, key="k"), str(shop.schedule(delay=60).id)
-    named = ("reschedule", "--tag", "ok", "--key", "k")
-    [moved] = shop.json(*named, "--at", "2030-01-01T00:00:00Z", "--version", "0")["rescheduled"]
-    assert (moved["expected_time"], moved["version"]) == ("2030-01-01T00:00:00+00:00", 1)
-    answer = shop.json("reschedule", other, "5", "--delay", "2h", exit_code=1)
-    assert [one["id"] for one in answer["rescheduled"] + answer["failed"]] == [other, "5"]
-    stale = shop.error(*named, "--delay", "2h", "--version", "0", exit_code=1)
-    assert stale["type"] == "StaleVersionError"
-    assert "rescheduled task" in shop("reschedule", str(task.id), "--delay", "2h").stdout
-
-
-def test_retry_runs_failed_and_cancelled_tasks_again(shop: Project) -> None:
-    failed, cancelled, waiting = shop.schedule("bad"), *(shop.schedule(delay=60) for _ in range(2))
-    shop("run")
-    shop.delays.cancel(cancelled)
-    ids = [str(task.id) for task in (failed, cancelled, waiting)]
-    answer = shop.json("rerun", *ids, "--delay", "1h", exit_code=1)
-    moved = [(task["id"], task["status"]) for task in answer["rerun"]]
-    assert moved == [(id, "NOT_COMPLETE") for id in ids[:2]]
-    assert [(one["id"], one["type"]) for one in answer["failed"]] == [(ids[2], "TaskStateError")]
-    in_59_minutes = shop.store.tasks.now() + timedelta(minutes=59)
-    assert shop.delays.get(failed.id).expected_time > in_59_minutes
 
 
 NONSENSE: dict[str, list[Any]] = {
@@ -255,3 +183,147 @@ def test_commands_handle_rows_with_invalid_values(shop: Project) -> None:
             said = shop(*words)
             assert said.exit_code in (0, 1), (words, said.output)
             assert all(line.isprintable() for line in said.output.split("\n"))
+
+
+# -- many tasks -----------------------------------------------------------------------------------
+
+
+def test_running_tasks_are_left_and_reported_or_asked_to_stop(shop: Project) -> None:
+    for _ in range(3):
+        shop.schedule()
+    [claimed] = shop.store.claims("w", None).claim_due("default", [0], 1)
+    id = str(claimed.id)
+    counted = shop("cancel", "--tag", "ok", "--dry-run")
+    assert counted.stdout == "2 tasks would be cancelled\n"
+    assert counted.stderr == "left as they are: 1 task (they run)\n"
+    assert shop.error("cancel", id, exit_code=1)["type"] == "TaskStateError"
+    assert shop.json("cancel", "--everything", "--yes")["refused"] == 1
+    assert shop.json("cancel", id, "--running")["requested"] == [id]
+    assert "runs, and is asked to stop" in shop("cancel", id, "--running").stdout
+
+
+def test_ids_with_a_filter_or_a_shift_are_many_tasks(shop: Project) -> None:
+    first, second, other = (str(shop.schedule(delay=60 + n).id) for n in range(3))
+    assert shop("cancel", first, second, "--dry-run").stdout == "2 tasks would be cancelled\n"
+    assert shop.json("reschedule", first, second, "--jitter", "1m", "--yes")["changed"] == 2
+    assert shop.json("cancel", other, "--tag", "mail", "--yes")["changed"] == 0
+    assert shop.json("cancel", first, second, "--tag", "ok", "--yes")["changed"] == 2
+    assert shop.delays.get(other).version == 0
+
+
+def test_log_lists_the_actor_the_action_and_the_progress(shop: Project) -> None:
+    assert shop("log").stderr == "No operations yet.\n"
+    shop.patch.setenv("LOGNAME", f"ann{HOSTILE}")
+    shop.schedule(delay=60)
+    shop("cancel", "--tag", "ok", "--yes")
+    shop.delays.bulk.cancel(ids=range(1, 51))
+    newest, first = shop.json("log")
+    shown = [first[name] for name in ("action", "state", "matched", "changed", "filter")]
+    assert shown == ["cancel", "done", 1, 1, {"tag": "ok"}]
+    assert len(newest["filter"]["ids"]) == 50
+    said = shop("log").stdout
+    assert all(line.isprintable() for line in said.splitlines()), said
+    assert r"ann\x1b[31mred" in said
+    assert '"1, 2, 3 and 47 more"' in said
+    assert len(shop("log", "--limit", "1").stdout.splitlines()) == 2
+    again = ("rerun", "--entry", first["id"], "--yes")
+    assert shop(*again).stdout == "rerun 1 task\n"
+    assert "left as they are: 1 task" in shop(*again).stderr
+
+
+def at_terminal(name: str, *args: str) -> tuple[subprocess.Popen[bytes], Callable[[str], str], int]:
+    """Start the command on a pseudo-terminal.
+
+    Return the process, a function that waits for a text, and the file descriptor of its input.
+    """
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", RUN, "-A", name, *args]
+    path = os.pathsep.join([*sys.path, os.getcwd()])
+    env = {**os.environ, "PYTHONPATH": path, "TERM": "xterm"}
+    child = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env=env)
+    os.close(theirs)
+    said = ""
+
+    def until(text: str) -> str:
+        nonlocal said
+        while text not in said:
+            try:
+                said += os.read(ours, 4096).decode(errors="replace")
+            except OSError:
+                # Linux raises an error when the process has closed its terminal.
+                raise AssertionError(f"ended without {text!r}: {said}") from None
+        return said
+
+    return child, until, ours
+
+
+@pytest.mark.parametrize(("typed", "status"), [("n", Status.NOT_COMPLETE), ("y", Status.CANCELLED)])
+def test_a_bulk_command_shows_the_count_and_asks(shop: Project, typed: str, status: Status) -> None:
+    tasks = [shop.schedule(delay=60) for _ in range(3)]
+    running, until, terminal = at_terminal(shop.name, "cancel", "--tag", "ok")
+    assert "3 tasks would be cancelled. Go on? [y/N]" in until("[y/N]")
+    os.write(terminal, f"{typed}\n".encode())
+    out, _ = running.communicate(timeout=30)
+    os.close(terminal)
+    assert {shop.status(task) for task in tasks} == {status}
+    assert (running.returncode, out) == ((0, b"cancelled 3 tasks\n") if typed == "y" else (1, b""))
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Interrupt each bulk command in its first step of two rows, until the patch is undone."""
+    step: Any = bulk.BulkRun._step
+
+    def stopped(run: Any, ids: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return step(run, ids)
+
+    monkeypatch.setattr(bulk, "BULK_ROWS", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(bulk.BulkRun, "_step", stopped)
+        yield patch
+
+
+def test_a_stopped_shift_prints_how_to_go_on(shop: Project, ctrl_c: pytest.MonkeyPatch) -> None:
+    tasks = [shop.schedule(delay=3600 + n) for n in range(6)]
+    # A shift leaves out tasks that have just moved.
+    moved = max(each.update_time for each in shop.delays.find() if each.update_time)
+    wait_until(lambda: shop.store.database.now() > moved, 5, "time")
+    said = shop("reschedule", "--tag", "ok", "--by", "1h", "--yes")
+    hint = "stopped: rescheduled 2 of 6 tasks; to go on run it again, with "
+    more = said.stdout.removeprefix(hint).split()
+    assert (said.exit_code, said.stdout.startswith(hint), len(more)) == (1, True, 2), said.stdout
+    ctrl_c.undo()
+    rest = shop.json("reschedule", "--tag", "ok", "--by", "1h", "--yes", *more)
+    assert rest["changed"] == 4
+    shifts = {shop.delays.get(task).expected_time - task.expected_time for task in tasks}
+    assert shifts == {timedelta(hours=1)}
+
+
+# -- policies -------------------------------------------------------------------------------------
+
+
+def test_pause_and_limit_print_the_policy_with_its_author_and_its_tasks(shop: Project) -> None:
+    assert "nothing is limited" in shop("limit").stderr
+    tasks = [shop.schedule("mail", 3600) for _ in range(3)]
+    said = shop("pause", "--tag", "mail", "--actor", "[red]ann[/red]").stdout
+    first, _, row = said.splitlines()
+    assert first == "paused tag mail"
+    assert re.fullmatch(r"tag +mail +yes +- +0 .* \[red\]ann\[/red\]", row), "as it was typed"
+    shop.hold(*tasks)
+    # An end does not shorten the pause.
+    said = shop("pause", "--tag", "mail", "--until", "2h").stdout
+    assert re.search("^tag +mail +yes +- +3 ", said, re.MULTILINE)
+    assert re.search("^- The tag mail is paused by .*, 3 held", shop("status").stdout, re.MULTILINE)
+    assert shop("resume", "--tag", "mail").stdout == "resumed tag mail\n"
+    runtime_of(shop.delays).sweeper.release_resumed()
+    assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
+    shop("pause", "--queue", "letters", "--until", "2030-01-31T18:00:00Z")
+    shop.hold(tasks[0])
+    shop.insert(tag="mail", status=3, lease_until=db_now_plus(60), worker="w")
+    said = shop("limit", "--tag", "mail", "--concurrency", "10", "--rate", "30/m").stdout
+    assert re.search(r"^tag +mail +- +- +1 +1 +10 +- +30/m .*@", said, re.MULTILINE)
+    said = shop("limit").stdout
+    assert re.search(r"^queue +letters +yes +2030-01-31T18:00:00Z ", said, re.MULTILINE)
+    assert [each["name"] for each in shop.json("limit", "--tag", "mail")] == ["mail"]
+    assert shop.json("limit", "--queue", "mail") == []
