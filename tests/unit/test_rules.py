@@ -11,7 +11,6 @@ from datetime import datetime, timedelta, timezone
 from time import sleep
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from celery import Celery
@@ -23,7 +22,6 @@ from delaytasks import StoreError, StoreUnavailableError, loops
 from delaytasks.broker.link import bounded_connection
 from delaytasks.db.engines import ForkGate
 from delaytasks.db.sweep_queries import RegisteredWorker, ServiceTimes
-from delaytasks.events import Events
 from delaytasks.limits import tracked_waitlists
 from delaytasks.limits.admission import StartPace
 from delaytasks.limits.tracked_waitlists import TrackedWaitlists, WaitlistName
@@ -33,7 +31,7 @@ from delaytasks.operate.state import beat_age_s, broker_down_s
 from delaytasks.worker import quick_loops
 from delaytasks.worker.quick_loops import ServiceWatch
 from tests.waiting import wait_until
-from tests.world import MonkeyPatch
+from tests.world import MainProcess, MonkeyPatch, World
 from tests.world.recording import ManualTime
 
 MAIL = ("default", "mail")
@@ -107,6 +105,9 @@ def test_a_full_waitlist_is_checked_again_later(found: Tracked) -> None:
     found.ends(1)
     assert found.visits() == [MAIL]
     assert found.ends(0) == 0.02
+    assert found.visits(1, WAITLIST_RECHECK_S) == [MAIL]
+    found.visit_failed(MAIL)
+    assert found.check_in_s == 0.04, "the process that looked has died"
 
 
 def test_probes_without_success_become_rarer_down_to_one_a_second(found: Tracked) -> None:
@@ -122,15 +123,7 @@ def test_probes_without_success_become_rarer_down_to_one_a_second(found: Tracked
     assert waits == [0.4, 0.8, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S]
 
 
-def test_a_waitlist_whose_process_failed_is_visited_again(found: Tracked) -> None:
-    found.sees(1)
-    assert found.visits() == [MAIL]
-    found.visit_failed(MAIL)
-    assert found.check_in_s == 0.02
-    assert found.visits(1, WAITLIST_RECHECK_S) == [MAIL]
-
-
-def test_many_waitlists_are_checked_rarely_singly(found: Tracked, monkeypatch: MonkeyPatch) -> None:
+def test_many_waitlists_are_checked_rarely(found: Tracked, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(tracked_waitlists, "MAX_TRACKED_WAITLISTS", 30)
     monkeypatch.setattr(tracked_waitlists, "MAX_CHECKS_PER_S", 6)
     met, looks = set[WaitlistName](), 0
@@ -148,38 +141,28 @@ def test_many_waitlists_are_checked_rarely_singly(found: Tracked, monkeypatch: M
 # -- for how long a worker has been without its broker, its timer and beat -----------------------
 
 
-class Watch(ServiceWatch):
-    def __init__(self, time: ManualTime) -> None:
-        self.time = time
-        self.timer: Any = SimpleNamespace(is_up=True)
-        super().__init__(self.timer)
+def test_a_worker_knows_for_how_long_it_lacks_a_service(time: ManualTime) -> None:
+    timer: Any = SimpleNamespace(is_up=True)
+    watch = ServiceWatch(timer)
 
-    def after(self, seconds: float, reads_beat: bool = False) -> ServiceTimes:
-        self.time.at += seconds
-        return self.times(reads_beat=reads_beat)
+    def after(seconds: float, reads_beat: bool = True) -> ServiceTimes:
+        time.at += seconds
+        return watch.times(reads_beat)
 
-
-def test_a_timer_is_down_since_the_first_report_of_it(time: ManualTime) -> None:
-    watch, found = Watch(time), []
-    for watch.timer.is_up in (False, False, True):
-        found.append(watch.after(5).timer_down_s)
-    assert found == [0, 5, None]
-
-
-def test_beat_is_as_old_as_its_last_message_unless_the_broker_was_away(time: ManualTime) -> None:
-    watch = Watch(time)
-    assert watch.after(60, reads_beat=True).beat_s == 60, "it has waited since its start"
+    assert after(60).beat_s == 60, "it has waited since its start"
     watch.mark_beat()
-    assert watch.after(2, reads_beat=True).beat_s == 2
+    assert after(2).beat_s == 2
     watch.mark_broker_lost()
-    watch.time.at += 60
+    time.at += 60
     watch.mark_broker_lost()  # the next attempt to connect
-    assert watch.after(1) == ServiceTimes(broker_down_s=61)
+    assert after(1, reads_beat=False) == ServiceTimes(broker_down_s=61)
     watch.mark_broker_back()
-    assert watch.after(0, reads_beat=True) == ServiceTimes(beat_s=0)
-    watch.time.at += 5
+    assert after(0) == ServiceTimes(beat_s=0), "beat could not be heard meanwhile"
+    time.at += 5
     watch.mark_broker_back()  # it was not lost
-    assert watch.after(0, reads_beat=True).beat_s == 5
+    assert after(0).beat_s == 5
+    for timer.is_up, down_s in ((False, 0), (False, 5), (True, None)):
+        assert after(5).timer_down_s == down_s
 
 
 def worker(is_alive: bool = True, up_s: float = 3600, **services: float) -> RegisteredWorker:
@@ -205,11 +188,9 @@ HEARD: list[tuple[list[RegisteredWorker], float | None, float | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("workers", "beat_s", "down_s"), HEARD)
-def test_beat_and_the_broker_are_heard_of_by_any_live_worker_that_can(
-    workers: list[RegisteredWorker], beat_s: float | None, down_s: float | None
-) -> None:
-    assert (beat_age_s(workers), broker_down_s(workers)) == (beat_s, down_s)
+def test_beat_and_the_broker_are_heard_of_by_any_live_worker_that_can() -> None:
+    for workers, beat_s, down_s in HEARD:
+        assert (beat_age_s(workers), broker_down_s(workers)) == (beat_s, down_s), workers
 
 
 # -- outages of the databases, and uninterrupted contact with them --------------------------------
@@ -220,18 +201,16 @@ REFUSALS = [StoreError("permission denied"), StoreUnavailableError("stayed busy"
 
 
 @pytest.mark.parametrize("error", [*REFUSALS, DOWN])
-def test_a_database_that_refuses_is_not_down(time: ManualTime, error: StoreError) -> None:
-    events, told = Events(), list[str]()
-    events.subscribe(lambda name, fields: told.append(name))
-    cache = Mock(known=SimpleNamespace(stamp=None), cancel_requests=0)
-    cache.refresh.side_effect = error
-    runtime: Any = SimpleNamespace(policy_cache=cache, events=events, store=Mock(close=None))
-    policies = quick_loops.PoliciesLoop(Mock(runtime=runtime))
+def test_a_database_that_refuses_is_not_down(
+    world: World, time: ManualTime, error: StoreError
+) -> None:
+    main = MainProcess(world)
     for _ in range(3):
-        with suppress(StoreError):
-            policies._turn()
+        with world.failing("policies", error), suppress(StoreError):
+            main.read_policies()
         time.at += 6
-    assert told == (["store.down"] if error is DOWN else [])
+    main.close()
+    assert len(world.told("store.down")) == (error is DOWN)
 
 
 def test_a_gap_or_a_failure_restarts_the_contact(time: ManualTime) -> None:
@@ -254,9 +233,6 @@ def test_a_gap_or_a_failure_restarts_the_contact(time: ManualTime) -> None:
 # -- the availability of a service ----------------------------------------------------------------
 
 
-THREADS = 8
-
-
 def test_after_each_failure_a_service_rests_and_changes_are_reported_once(time: ManualTime) -> None:
     told: list[str] = []
     broker = Availability(told.append, lambda: told.append("up"))
@@ -274,16 +250,13 @@ def test_after_each_failure_a_service_rests_and_changes_are_reported_once(time: 
 
 def test_threads_that_notice_a_failure_simultaneously_report_it_once() -> None:
     class Watched(Availability):
-        """Let another thread run between the read of the state and its change."""
-
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "is_up":
-                sleep(0)
+                sleep(0)  # another thread may run between the read of the state and its change
             super().__setattr__(name, value)
 
     told: list[str] = []
-    broker = Watched(told.append, lambda: told.append("up"))
-    start = threading.Barrier(THREADS)
+    broker, start = Watched(told.append, lambda: told.append("up")), threading.Barrier(8)
 
     def find_out(_: int) -> None:
         for _ in range(200):
@@ -292,8 +265,8 @@ def test_threads_that_notice_a_failure_simultaneously_report_it_once() -> None:
             start.wait()
             broker.answered()
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(find_out, range(THREADS)))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(find_out, range(8)))
     assert told == ["down", "up"] * 200
 
 
