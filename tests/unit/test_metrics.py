@@ -18,8 +18,7 @@ from delaytasks.operate import metrics as prometheus
 from delaytasks.operate import serving
 from delaytasks.operate.metrics import FAULT_EVENTS, REST_S, DatabaseMetrics, MetricsEndpoint
 from delaytasks.operate.monitoring import read_file
-from delaytasks.operate.serving import LONGEST_KEPT_S, SharedCache
-from delaytasks.operate.state import read_tables
+from delaytasks.operate.serving import SharedCache
 from delaytasks.settings import Address
 from tests.services import free_port
 from tests.waiting import wait_until
@@ -42,10 +41,8 @@ def test_a_port_that_another_worker_still_has_is_served_as_soon_as_it_is_free(
 ) -> None:
     monkeypatch.setattr(prometheus, "PORT_S", 0.02)
     port, events = free_port(), Events()
-    earlier, later = (
-        MetricsEndpoint(Address("127.0.0.1", port), each, CollectorRegistry())
-        for each in (Events(), events)
-    )
+    place, registry = Address("127.0.0.1", port), CollectorRegistry()
+    earlier, later = (MetricsEndpoint(place, each, registry) for each in (Events(), events))
     with ExitStack() as stops:
         stops.callback(earlier.stop)
         stops.callback(later.stop)
@@ -59,44 +56,6 @@ def test_a_port_that_another_worker_still_has_is_served_as_soon_as_it_is_free(
     assert events.counts["metrics.not_served"] == 1
 
 
-# -- how long the metrics of the databases are kept before they are read again --------------------
-
-
-CLOCKED = [serving]
-
-
-RESTS: list[Any] = [(5, StoreUnavailableError("down"), REST_S), (0.1, None, REST_S)]
-RESTS += [(1, None, 20), (5, None, LONGEST_KEPT_S)]
-
-
-@pytest.mark.parametrize(("took_s", "error", "rest_s"), RESTS)
-def test_slow_queries_are_repeated_less_often_and_a_database_that_was_down_is_read_soon(
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
-    time: ManualTime,
-    took_s: float,
-    error: Exception | None,
-    rest_s: float,
-) -> None:
-    reads, read = list[float](), read_tables
-
-    def slow(*arguments: Any) -> Any:
-        reads.append(time.at)
-        time.at += took_s
-        if error is not None:
-            raise error
-        return read(*arguments)
-
-    monkeypatch.setattr(prometheus, "read_tables", slow)
-    source = DatabaseMetrics(world.runtime)
-    source.collect()
-    read_at = time.at
-    while len(reads) == 1:
-        time.at += 1
-        source.collect()
-    assert reads[1] - read_at == rest_s
-
-
 # -- dashboard ------------------------------------------------------------------------------------
 
 
@@ -105,9 +64,10 @@ def test_the_dashboard_shows_the_fault_events_whose_counters_begin_at_zero() -> 
     assert sorted(shown.split("|")) == sorted(FAULT_EVENTS)
 
 
-# -- how long the console keeps a value that all viewers share ------------------------------------
+# -- how long values are kept that all viewers share -----------------------------------------------
 
 
+CLOCKED = [serving]
 KEPT = [(0.1, False, 4), (0.5, False, 10), (30, False, 60), (30, True, 4)]
 
 
@@ -122,14 +82,27 @@ def test_a_value_that_was_read_slowly_is_kept_longer(
         time.at += duration_s
         return len(reads)
 
-    def get() -> int:
-        return shared.get("numbers", 4.0, read, has_failed=lambda value: has_failed)
+    for later_s, found in ((0, 1), (kept_s - 0.01, 1), (0.02, 2)):
+        time.at += later_s
+        assert shared.get("numbers", 4.0, read, has_failed=lambda _: has_failed) == found
 
-    assert get() == 1
-    time.at += kept_s - 0.01
-    assert get() == 1
-    time.at += 0.02
-    assert get() == 2
+
+def test_a_database_that_was_down_is_read_again_soon(
+    world: World, monkeypatch: pytest.MonkeyPatch, time: ManualTime
+) -> None:
+    reads: list[float] = []
+
+    def read(*_: Any) -> Any:
+        reads.append(time.at)
+        time.at += 5
+        raise StoreUnavailableError("down")
+
+    monkeypatch.setattr(prometheus, "read_tables", read)
+    source = DatabaseMetrics(world.runtime)
+    for _ in range(7):
+        source.collect()
+        time.at += 1
+    assert [at - reads[0] for at in reads] == [0, 5 + REST_S]
 
 
 def test_threads_that_wait_get_the_error_of_the_first(time: ManualTime) -> None:

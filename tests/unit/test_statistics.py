@@ -7,14 +7,13 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from zoneinfo import ZoneInfo
 
 import pytest
 
 from delaytasks.console.charts import LEFT, RIGHT, WIDTH, Series, lines, stacked_bars
-from delaytasks.model.clock import UTC, from_us
-from delaytasks.model.inputs import parse_duration
+from delaytasks.model.clock import UTC
 from delaytasks.model.moves import Status
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import traceback_text
@@ -22,8 +21,12 @@ from delaytasks.operate import statistics as writer
 from delaytasks.operate.state import groups_of
 from delaytasks.operate.statistics import RunTotals, StatisticsWriter, quantile
 from delaytasks.run import observers
-from delaytasks.run.observers import Counted, RunCounts, error_pattern
+from delaytasks.run.observers import RunCounts, error_pattern
 from tests.world import MainProcess, MakeWorld, MonkeyPatch, World
+
+NOON = datetime(2030, 1, 31, 12, tzinfo=UTC)
+#: Pixels of a letter in the labels of the axes.
+LETTER = 6.5
 
 # -- histograms and counts, which can be added and written in compact form ------------------------
 
@@ -62,18 +65,12 @@ def test_an_early_start_is_on_time() -> None:
 # -- the counts of a worker's main process --------------------------------------------------------
 
 
-def report(*tags: str) -> Counted:
-    counts = RunCounts()
-    counts["done"] += 1
-    counts.add_run(0.1, 0.2, None)
-    return {(tag, ""): counts for tag in tags}
-
-
 def test_tags_beyond_the_limit_are_counted_together(make_world: MakeWorld) -> None:
-    counts = StatisticsWriter(make_world(_statistics_tags=2).runtime)
-    counts.add(report("a", "b", "c", "d"))
-    counts.write()
-    counts.add(report("a", "d"))
+    counts, run = StatisticsWriter(make_world(_statistics_tags=2).runtime), RunCounts()
+    run.add_run(0.1, 0.2, None)
+    for tags in ("abcd", "ad"):
+        counts.add({(tag, ""): run for tag in tags})
+        counts.write()
     started = {tag: found.started for tag, found in counts.totals().items()}
     assert started == {"a": 2, "b": 1, observers.OTHER_TAGS: 3}
 
@@ -117,30 +114,21 @@ def refuse(order: object) -> None:
 
 
 def text_of(fail: Callable[[object], None], order: object) -> str:
-    try:
+    with pytest.raises((LookupError, TypeError, ValueError)) as caught:
         fail(order)
-    except Exception as error:
-        return traceback_text(error, 10_000)
-    raise AssertionError("it must fail")
+    return traceback_text(caught.value, 10_000)
 
 
-def test_numbers_ids_and_quoted_text_do_not_matter() -> None:
+def test_numbers_ids_and_quoted_text_do_not_matter_and_the_users_function_does() -> None:
     orders = (7, "8f14e45fceea167a5a36dedd4bea2543", "a-17", "2c1f4e4a-1b3c-4d5e-8f90-aa1")
-    patterns = {error_pattern(text_of(charge, order)) for order in orders}
-    assert patterns == {"* in charge\n*ValueError: order * of * was not found*"}
-
-
-def test_another_function_and_another_type_are_other_kinds() -> None:
-    assert error_pattern(text_of(charge, 1)) != error_pattern(text_of(refund, 1))
-    assert error_pattern("KeyError: 1") != error_pattern("TypeError: 1")
-
-
-def test_the_pattern_has_the_function_of_the_users_code() -> None:
+    for fail in (charge, refund):
+        patterns = {error_pattern(text_of(fail, order)) for order in orders}
+        assert patterns == {f"* in {fail.__name__}\n*ValueError: order * of * was not found*"}
     assert error_pattern(text_of(through_a_library, 1)).startswith("* in through_a_library\n*")
 
 
 PATTERNS = {"card 4711 refused": "card * refused*", "first line\nsecond line": "first line*"}
-PATTERNS |= {"": "*", "50% * off": "* * off*"}
+PATTERNS |= {"": "*", "50% * off": "* * off*", "KeyError: 1": "KeyError: *"}
 
 
 @pytest.mark.parametrize(("reason", "pattern"), PATTERNS.items())
@@ -153,10 +141,9 @@ SUMMARIES = [(charge, "ValueError: order … of … was not found"), (look_up, "
 
 @pytest.mark.parametrize(("fail", "summary"), [*SUMMARIES, (refuse, "KeyError")])
 def test_the_summary_of_a_group_has_no_colon(fail: Callable[[object], None], summary: str) -> None:
-    now = datetime(2030, 1, 31, 18, tzinfo=timezone.utc)
-    failed = DelayedTask(7, "order.close", "", now, Status.FAILED, error=text_of(fail, 7))
-    [group] = groups_of([failed], now)
-    assert group.summary == summary
+    error = text_of(fail, 7)
+    failed = DelayedTask(7, "order.close", "", NOON, Status.FAILED, error=error)
+    assert [group.summary for group in groups_of([failed], NOON)] == [summary]
 
 
 LONG = ["x" * 100_000, "'" * 100_000, "a b " * 30_000, '  File "' * 10_000, "\n" * 100_000]
@@ -172,102 +159,76 @@ def test_long_texts_cost_little_and_give_short_patterns(text: str) -> None:
 # -- the charts of the console, as text -----------------------------------------------------------
 
 
-STEP = timedelta(hours=1)
-#: Pixels of a letter in the labels of the axes.
-LETTER = 6.5
-NOON = datetime(2030, 1, 31, 12, tzinfo=UTC)
-
-
-def chart(values: list[float | None], start: datetime = NOON, step: timedelta = STEP) -> str:
-    starts = [start + n * step for n in range(len(values))]
-    return lines(starts, step, [Series("late", "p99", values)])
-
-
-# -- the time axis --------------------------------------------------------------------------------
-
-
 def times(start: datetime, step: timedelta, number: int) -> list[tuple[str, float]]:
-    """Return the labels of the time axis, and their positions."""
+    """Return the labels of the time axis, and at which share of its width they are."""
     begin = start.astimezone(UTC)
     starts = [(begin + n * step).astimezone(start.tzinfo) for n in range(number)]
     text = lines(starts, step, [Series("p99", "p99", [1.0] * number)])
     found = re.findall(r'text-anchor="middle" x="([\d.]+)"[^>]*>([^<]+)<', text)
-    return [(label, float(x)) for x, label in found]
+    return [(label, (float(x) - LEFT) / (WIDTH - LEFT - RIGHT)) for x, label in found]
 
 
-def words(labels: list[tuple[str, float]]) -> list[str]:
-    return [label for label, _ in labels]
+#: A start and its zone, the minutes of a step, the number of steps, and the labels.
+AXES = """
+2026-11-26 13:00 | UTC | 60 | 169 | Fri Nov 27,Sat 28,Sun 29,Mon 30,Tue Dec 01,Wed 02,Thu 03
+2026-11-26 13:20 | UTC | 10 | 145 | 16:00,20:00,Fri Nov 27,04:00,08:00,12:00
+2026-11-26 13:30 | Asia/Kolkata | 60 | 30 | 16:00,20:00,Fri Nov 27,04:00,08:00,12:00,16:00
+2026-03-28 22:00 | Europe/Berlin | 60 | 10 | Sun Mar 29,03:00,04:00,06:00,08:00
+""".strip().splitlines()
 
 
-def test_the_labels_of_a_week_are_at_the_midnights() -> None:
-    start = datetime(2026, 11, 26, 13, tzinfo=UTC)
-    labels = times(start, STEP, 169)
-    assert words(labels) == "Fri Nov 27|Sat 28|Sun 29|Mon 30|Tue Dec 01|Wed 02|Thu 03".split("|")
-    midnight = datetime(2026, 11, 30, tzinfo=UTC)
-    share = (midnight - start) / (169 * STEP)
-    assert dict(labels)["Mon 30"] == pytest.approx(LEFT + share * (WIDTH - LEFT - RIGHT), abs=0.1)
-
-
-def test_the_labels_of_a_day_are_hours_except_at_midnight() -> None:
-    labels = times(datetime(2026, 11, 26, 13, 20, tzinfo=UTC), timedelta(minutes=10), 145)
-    assert words(labels) == ["16:00", "20:00", "Fri Nov 27", "04:00", "08:00", "12:00"]
-
-
-def test_the_midnights_are_those_of_the_viewer() -> None:
-    start = datetime(2026, 11, 26, 13, 30, tzinfo=ZoneInfo("Asia/Kolkata"))
-    labels = times(start, STEP, 168)
-    hours = (dict(labels)["Fri Nov 27"] - LEFT) / (WIDTH - LEFT - RIGHT) * 168
-    assert hours == pytest.approx(10.5, abs=0.1)
-
-
-def test_an_hour_that_is_left_out_in_spring_has_no_label() -> None:
-    labels = times(datetime(2026, 3, 28, 22, tzinfo=ZoneInfo("Europe/Berlin")), STEP, 10)
-    assert "Sun Mar 29" in words(labels)
-    assert "02:00" not in words(labels)
+@pytest.mark.parametrize("axis", AXES)
+def test_labels_are_at_the_midnights_of_the_viewer_or_at_hours_that_exist(axis: str) -> None:
+    at, zone, minutes, number, labels = axis.split(" | ")
+    start = datetime.fromisoformat(at).replace(tzinfo=ZoneInfo(zone))
+    found = times(start, timedelta(minutes=int(minutes)), int(number))
+    assert [label for label, _ in found] == labels.split(",")
+    midnight, share = next(each for each in found if " " in each[0])
+    hours = 24 - start.hour - start.minute / 60
+    assert share == pytest.approx(hours * 60 / int(minutes) / int(number), abs=0.001), midnight
 
 
 @pytest.mark.parametrize("step_s", [60, 600, 3600, 7200, 86_400])
 @pytest.mark.parametrize("number", [1, 5, 30, 60, 120, 169, 400])
 def test_labels_do_not_overlap(step_s: int, number: int) -> None:
-    begin = datetime(2026, 11, 29, 23, 40, tzinfo=UTC)
-    labels = times(begin, timedelta(seconds=step_s), number)
+    labels = times(NOON - timedelta(minutes=20), timedelta(seconds=step_s), number)
     assert len(labels) < 10
     ends = [LEFT - 6.0]
-    for label, x in labels:
-        half = len(label) * LETTER / 2
+    for label, share in labels:
+        x, half = LEFT + share * (WIDTH - LEFT - RIGHT), len(label) * LETTER / 2
         assert ends[-1] < x - half
         ends.append(x + half)
     assert ends[-1] < WIDTH
 
 
-def test_a_step_of_days_has_the_day_of_its_end() -> None:
-    text = chart([1.0, 2.0], NOON, timedelta(days=7))
-    assert "2030-01-31 12:00 to 2030-02-07 12:00 UTC: late 1.0s" in text
-    assert "12:00 to 13:00 UTC" in chart([1.0])
+@pytest.mark.parametrize(("hours", "end"), [(1, "13:00"), (168, "2030-02-07 12:00")])
+def test_a_step_of_days_has_the_day_of_its_end(hours: int, end: str) -> None:
+    shown = lines([NOON], timedelta(hours=hours), [Series("late", "p99", [1.0])])
+    assert f"2030-01-31 12:00 to {end} UTC: late 1.0s" in shown
+
+
+MINUTE = timedelta(minutes=1)
+MINUTES = [NOON + n * MINUTE for n in range(5)]
 
 
 def test_bars_are_stacked_to_the_height_of_their_sum() -> None:
-    starts, step = [from_us(0), from_us(60_000_000)], parse_duration("1m")
     parts = [Series("done", "done", [60, 0]), Series("failed", "failed", [40, None])]
-    chart = stacked_bars(starts, step, parts)
+    chart = stacked_bars(MINUTES[:2], MINUTE, parts)
     bar = r'<rect class="(done|failed)" [^>]* y="([\d.]+)" [^>]*height="([\d.]+)"'
-    bars = re.findall(bar, chart)
-    assert [name for name, _, _ in bars] == ["done", "failed"]
-    (_, y, height), (_, upper_y, upper_height) = bars
+    (lower, y, height), (upper, upper_y, upper_height) = re.findall(bar, chart)
+    assert (lower, upper) == ("done", "failed")
     assert float(upper_y) + float(upper_height) == pytest.approx(float(y), abs=0.2)
     assert float(height) / float(upper_height) == pytest.approx(1.5, abs=0.02)
-    assert "1970-01-01 00:00 to 00:01 UTC: done 60, failed 40" in chart
+    assert "2030-01-31 12:00 to 12:01 UTC: done 60, failed 40" in chart
 
 
 def test_the_labels_of_the_counts_and_durations_are_short() -> None:
-    starts, step = [from_us(0), from_us(60_000_000)], parse_duration("1m")
-
     def texts(chart: str) -> list[str]:
         *found, zone = re.findall(r'text-anchor="end"[^>]*>([^<]+)<', chart)
         assert zone == "UTC"
         return found
 
-    bars = stacked_bars(starts, step, [Series("due", "due", [240_000, 0])])
+    bars = stacked_bars(MINUTES[:2], MINUTE, [Series("due", "due", [240_000, 0])])
     assert texts(bars) == ["0", "100k", "200k", "300k"]
     for seconds, expected in (
         ([109.0, 217.0], ["1m", "10m"]),
@@ -275,12 +236,11 @@ def test_the_labels_of_the_counts_and_durations_are_short() -> None:
         ([1e9, None], ["3d", "4w"]),
         ([1e-9, None], ["1ms", "10ms"]),
     ):
-        assert texts(lines(starts, step, [Series("late", "p99", seconds)])) == expected
+        assert texts(lines(MINUTES[:2], MINUTE, [Series("late", "p99", seconds)])) == expected
 
 
 def test_a_step_without_runs_is_a_gap_in_a_line() -> None:
-    starts = [from_us(n * 60_000_000) for n in range(5)]
-    chart = lines(starts, parse_duration("1m"), [Series("p99", "p99", [0.1, 0.2, None, 0.1, 10])])
+    chart = lines(MINUTES, MINUTE, [Series("p99", "p99", [0.1, 0.2, None, 0.1, 10])])
     points = re.findall(r'<polyline class="line p99" points="([^"]*)"', chart)
     assert [len(each.split()) for each in points] == [2, 2]
     assert "p99 –" in chart
