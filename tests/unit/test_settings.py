@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -10,12 +11,7 @@ import pytest
 from delaytasks import ConfigError
 from delaytasks.model.text import Secret
 from delaytasks.settings import Address, Settings, Sweep, load_settings
-
-
-def test_without_settings_the_defaults_hold() -> None:
-    settings = load_settings({}, {})
-    assert settings == Settings()
-    assert settings.origin("lease") == "default"
+from tests.world.recording import delays_on
 
 
 def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_both() -> None:
@@ -26,31 +22,25 @@ def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_
     assert (settings.lease_s, settings.horizon_s, settings.max_lost_leases) == (30, 120, 2)
     origins = [settings.origin(name) for name in ("lease", "horizon", "max_lost_leases", "sweep")]
     assert origins == ["arguments", "environment", "celery configuration", "default"]
+    others = ("DELAYTASKS_TEST_REDIS_URL", "DELAYTASKS_BENCH_BROKER_URL", "DELAYTASKS_APP")
+    assert load_settings({}, dict.fromkeys(others, "redis://x")) == Settings()
 
 
-@pytest.mark.parametrize(
-    ("conf", "environ", "given", "says"),
-    [
-        ({"delaytasks_leas": 1}, {}, {}, "leas .*celery.*mean delaytasks_lease"),
-        ({}, {"DELAYTASKS_HORIZON_S": "1"}, {}, "horizon_s .*mean delaytasks_horizon"),
-        ({}, {}, {"databse_url": "x"}, r"databse_url .*mean database_url\?"),
-        ({}, {}, {"delaytasks_log_format": "json"}, r"delaytasks_log_format .*mean log_format\?"),
-    ],
-)
+#: Celery's configuration, the environment, arguments, and the error.
+TYPOS: list[tuple[dict[str, Any], dict[str, str], dict[str, Any], str]] = [
+    ({"delaytasks_leas": 1}, {}, {}, "leas .*celery.*mean delaytasks_lease"),
+    ({}, {"DELAYTASKS_HORIZON_S": "1"}, {}, "horizon_s .*mean delaytasks_horizon"),
+    ({}, {}, {"databse_url": "x"}, r"databse_url .*mean database_url\?"),
+    ({}, {}, {"delaytasks_log_format": "json"}, r"delaytasks_log_format .*mean log_format\?"),
+    ({"delaytasks_zzzzzzzz": 1}, {}, {}, "zzzzzzzz"),
+]
+
+
+@pytest.mark.parametrize(("conf", "environ", "given", "says"), TYPOS)
 def test_a_typo_gets_the_nearest_name(conf: Any, environ: Any, given: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=f"delaytasks_{says}"):
+    with pytest.raises(ConfigError, match=f"unknown setting delaytasks_{says}") as caught:
         load_settings(conf, environ, **given)
-
-
-def test_a_name_near_to_nothing_is_refused_without_a_guess() -> None:
-    with pytest.raises(ConfigError, match="unknown setting delaytasks_zzzzzzzz") as caught:
-        load_settings({"delaytasks_zzzzzzzz": 1}, {})
-    assert "mean" not in str(caught.value)
-
-
-def test_variables_of_the_tests_are_no_settings() -> None:
-    for name in ("DELAYTASKS_TEST_REDIS_URL", "DELAYTASKS_BENCH_BROKER_URL", "DELAYTASKS_APP"):
-        assert load_settings({}, {name: "redis://x"}) == Settings()
+    assert ("mean" in str(caught.value)) == ("mean" in says), "a name near to nothing has no guess"
 
 
 def cases(table: dict[str, list[Any]]) -> list[Any]:
@@ -167,3 +157,26 @@ def test_the_effective_settings_show_their_origin_and_no_secret() -> None:
 def test_a_misspelled_timer_is_shown() -> None:
     with pytest.raises(ConfigError, match="timer = etta "):
         load_settings({}, {}, timer="etta")
+
+
+# -- a database that delaytasks cannot use is refused, and not taken for another one ---------------
+
+UNEQUAL = ["h1:5432,h2:5432/d", "/d?host=h1&host=h2&port=5432", "/d?host=h1,h2,h3&port=1,2"]
+UNEQUAL += ["/d?host=h1:x&host=h2", "h1:5432,h2/d"]
+#: URLs, and the remedy of the error.
+URLS = {f"postgresql://root@{rest}": "delaytasks_database_url" for rest in UNEQUAL}
+URLS["oracle://h/d"] = "'oracle'; it supports postgresql, mysql, mariadb, sqlite"
+URLS["postgresql://h/d"] = "pip install psycopg2-binary"
+URLS["postgresql+psycopg://h/d"] = r"pip install 'delaytasks\[psycopg\]'"
+URLS["mysql://h/d"] = r"pip install 'delaytasks\[mysql\]'"
+
+
+@pytest.mark.parametrize(("url", "remedy"), URLS.items())
+def test_an_unusable_database_is_refused_with_a_remedy(
+    url: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "@" not in url:
+        for name in ("psycopg2", "psycopg", "pymysql"):
+            monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=remedy):
+        delays_on(url).find()
