@@ -37,12 +37,12 @@ COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yml").read_text())
 KUBERNETES = "1.34"
 
 
-def pods() -> Iterator[dict[str, Any]]:
-    """Return the specifications of the pods."""
-    for manifest in MANIFESTS.values():
-        template = manifest.get("spec", {}).get("template")
-        if template is not None:
-            yield template["spec"]
+PODS = [
+    manifest["spec"]["template"]["spec"]
+    for manifest in MANIFESTS.values()
+    if "template" in manifest.get("spec", {})
+]
+CONTAINERS = {container["name"]: container for pod in PODS for container in pod["containers"]}
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -50,10 +50,10 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     for name, service in COMPOSE["services"].items():
         yield f"compose.yml {name}", service.get("command", [])
         yield f"compose.yml {name}", service.get("healthcheck", {}).get("test", ["CMD"])[1:]
-    for container in (each for pod in pods() for each in pod["containers"]):
-        yield container["name"], container["command"]
+    for name, container in CONTAINERS.items():
+        yield name, container["command"]
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-            yield container["name"], container.get(probe, {}).get("exec", {}).get("command", [])
+            yield name, container.get(probe, {}).get("exec", {}).get("command", [])
     for unit in UNITS:
         lines = re.findall(r"^Exec(?:Start|Condition)=(.*)", unit.read_text(), re.MULTILINE)
         assert lines
@@ -88,48 +88,37 @@ def test_the_manifests_agree_with_the_schemas_of_kubernetes(name: str) -> None:
 def test_services_of_kubernetes_add_no_unknown_settings_to_the_pods() -> None:
     with pytest.raises(ConfigError, match="exporter_port"):
         load_settings({}, {"DELAYTASKS_EXPORTER_PORT": "tcp://10.0.0.1:9819"})
-    assert [pod["enableServiceLinks"] for pod in pods()] == [False] * len(list(pods()))
+    assert not any(pod["enableServiceLinks"] for pod in PODS)
 
 
-def test_the_probes_of_a_worker_end_before_kubernetes_gives_them_up() -> None:
+def test_probes_end_before_kubernetes_gives_them_up() -> None:
     """A probe that is given up counts as a failure, even of liveness during an outage."""
-    [worker] = [c for pod in pods() for c in pod["containers"] if c["name"] == "worker"]
+    worker, api = CONTAINERS["worker"], CONTAINERS["api"]
     probes = [worker[f"{name}Probe"] for name in ("startup", "liveness", "readiness")]
     assert all(probe["timeoutSeconds"] >= 15 for probe in probes)
     assert ["--live" in probe["exec"]["command"] for probe in probes] == [True, True, False]
-
-
-def test_the_probes_of_the_http_api_are_its_urls() -> None:
-    [api] = [c for pod in pods() for c in pod["containers"] if c["name"] == "api"]
-    paths = {name: api[f"{name}Probe"]["httpGet"]["path"] for name in ("liveness", "readiness")}
-    assert paths == {"liveness": "/health/live", "readiness": "/health/ready"}
+    for name, path in {"liveness": "/health/live", "readiness": "/health/ready"}.items():
+        assert api[f"{name}Probe"]["httpGet"]["path"] == path
+        assert api[f"{name}Probe"]["timeoutSeconds"] > READY_ANSWER_S
     assert api["ports"] == [{"name": "http", "containerPort": API_PORT}]
-    assert min(api[f"{name}Probe"]["timeoutSeconds"] for name in paths) > READY_ANSWER_S
 
 
-def test_the_image_runs_as_a_user_without_rights() -> None:
+def test_the_image_runs_as_a_user_without_rights_and_contains_no_cache_and_no_secret() -> None:
     [user] = instructions("USER")
-    users = {pod["securityContext"]["runAsUser"] for pod in pods()}
-    assert users == {int(user)}
+    assert {pod["securityContext"]["runAsUser"] for pod in PODS} == {int(user)}
     assert int(user) >= 1000
-    assert any(f"--uid {user}" in command for command in instructions("RUN"))
+    runs = instructions("RUN")
+    assert any(f"--uid {user}" in command for command in runs)
     text = (FOLDER / "Dockerfile").read_text()
     assert not re.search(r"^(RUN|COPY|FROM) ", text.partition("\nUSER ")[2], re.MULTILINE)
-
-
-def test_the_layers_of_the_image_contain_no_cache_and_no_secret() -> None:
-    pips = [command for command in instructions("RUN") if "pip install" in command]
+    pips = [command for command in runs if "pip install" in command]
     assert pips
     assert all("--no-cache-dir" in command for command in pips)
-    assert not any("apt-get" in command for command in instructions("RUN"))
+    assert not any("apt-get" in command for command in runs)
     assert instructions("ADD", "ARG") == []
     assert not re.search(r"(?i)password|secret|token", " ".join(instructions("ENV", "RUN")))
-
-
-def test_the_process_of_the_image_gets_the_signals() -> None:
-    """Without the exec form, a shell would be the main process and would not pass TERM on."""
-    forms = [json.loads(arguments) for arguments in instructions("CMD", "ENTRYPOINT")]
-    assert [form[0] for form in forms] == ["celery"]
+    # Without the exec form, a shell would be the main process and would not pass TERM on.
+    assert [json.loads(form)[0] for form in instructions("CMD", "ENTRYPOINT")] == ["celery"]
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
@@ -142,19 +131,14 @@ def test_the_units_import_the_project_as_its_user_only(unit: Path) -> None:
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     if (program := shutil.which("systemd-analyze")) is None:
         pytest.skip("needs systemd-analyze, which is not available on this machine")
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
+    (units := tmp_path / "units").mkdir()
     for name in ("celery", "delaytasks"):
-        (bin_folder / name).symlink_to("/bin/true")
-    units = tmp_path / "units"
-    units.mkdir()
+        (tmp_path / name).symlink_to("/bin/true")
     for path in (FOLDER / "systemd").glob("delaytasks*"):
-        name = path.name.replace("@.", "@w1.")
-        text = path.read_text().replace("/srv/delaytasks/.venv/bin", str(bin_folder))
-        (units / name).write_text(text)
-    names = sorted(map(str, units.iterdir()))
+        text = path.read_text().replace("/srv/delaytasks/.venv/bin", str(tmp_path))
+        (units / path.name.replace("@.", "@w1.")).write_text(text)
     environment = {**os.environ, "SYSTEMD_UNIT_PATH": f"{units}:"}
-    command = [program, "verify", "--man=no", *names]
+    command = [program, "verify", "--man=no", *sorted(map(str, units.iterdir()))]
     checked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (checked.returncode, checked.stderr) == (0, "")
 

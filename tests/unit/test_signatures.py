@@ -7,7 +7,6 @@ import hmac
 import time
 from datetime import datetime, timezone
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from standardwebhooks import Webhook
@@ -27,8 +26,8 @@ def secret(letter: str) -> str:
 OLD, NEW, OTHER = secret("o"), secret("n"), secret("x")
 
 
-def signed(*secrets: str, age_s: int = 0, payload: bytes = PAYLOAD) -> dict[str, str]:
-    timestamp = str(int(time.time()) - age_s)
+def signed(*secrets: str, age_s: int = 0, at: str = "", payload: bytes = PAYLOAD) -> dict[str, str]:
+    timestamp = at or str(int(time.time()) - age_s)
     signature = SigningKeys(secrets).sign("42", timestamp, payload)
     return {"webhook-id": "42", "webhook-timestamp": timestamp, "webhook-signature": signature}
 
@@ -55,23 +54,17 @@ def without(name: str) -> dict[str, str]:
     return {key: value for key, value in signed(NEW).items() if key != name}
 
 
-def with_signature(signature: str) -> dict[str, str]:
-    return {**signed(NEW), "webhook-signature": signature}
-
-
-BAD: dict[str, Any] = {
-    "no id": without("webhook-id"),
-    "no timestamp": without("webhook-timestamp"),
-    "no signature": without("webhook-signature"),
+BAD: dict[str, dict[str, str]] = {
+    **{f"no {name}": without(f"webhook-{name}") for name in ("id", "timestamp", "signature")},
     "another secret": signed(OTHER),
     "another id": {**signed(NEW), "webhook-id": "43"},
     "another time": {**signed(NEW), "webhook-timestamp": str(int(time.time()) - 1)},
     "another body": signed(NEW, payload=b"{}"),
     "stale": signed(NEW, age_s=310),
     "from the future": signed(NEW, age_s=-4000),
-    "no version": with_signature(signed(NEW)["webhook-signature"].removeprefix("v1,")),
-    "not ASCII": with_signature("v1,é\ud800"),
-    "not a time": {**signed(NEW), "webhook-timestamp": "now"},
+    "no version": {**signed(NEW), "webhook-signature": signed(NEW)["webhook-signature"][3:]},
+    "not ASCII": {**signed(NEW), "webhook-signature": "v1,é\ud800"},
+    "not a time": signed(NEW, at="now"),
 }
 
 
@@ -104,13 +97,6 @@ def test_a_callback_within_the_tolerance_is_accepted() -> None:
     assert verify(PAYLOAD, signed(NEW, age_s=3000), NEW, tolerance_s=3600).id == "42"
 
 
-def test_an_invalid_time_is_refused_even_if_it_is_signed() -> None:
-    signature = SigningKeys([NEW]).sign("42", "-5", PAYLOAD)
-    headers = {"webhook-id": "42", "webhook-timestamp": "-5", "webhook-signature": signature}
-    with invalid("headers", match="ago"):
-        verify(PAYLOAD, headers, NEW)
-
-
 @pytest.mark.parametrize(
     "bad", ["", "whsec_", "whsec_é", "whsec_!!!!", "whsec_c2hvcnQ=", "whsec_" + "A" * 100, "A" * 43]
 )
@@ -120,10 +106,7 @@ def test_an_invalid_secret_is_an_error_that_does_not_show_it(bad: str) -> None:
     assert bad == "" or bad.removeprefix("whsec_") == "" or bad not in str(raised.value)
 
 
-def test_without_a_secret_nothing_is_verified() -> None:
+def test_a_secret_is_needed_and_needs_no_padding() -> None:
     with pytest.raises(ConfigError):
         verify(PAYLOAD, signed(NEW), "")
-
-
-def test_a_secret_without_padding_is_the_same_one() -> None:
     assert verify(PAYLOAD, signed(NEW), NEW.rstrip("=")).id == "42"

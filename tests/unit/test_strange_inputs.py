@@ -70,7 +70,7 @@ def test_any_headers_of_a_row_are_read(headers: str, attempts: int) -> None:
     if task.retry_schedule is not None:
         wait_s = task.retry_schedule.wait_s(attempts)
         assert wait_s is None or wait_s >= 0
-    json.dumps(task.as_json())
+    json.dumps(task.as_json(), allow_nan=False)
 
 
 @pytest.mark.parametrize(("version", "next_ones"), [(2**62 - 1, [2**62, 0]), (2**63 - 1, [0, 1])])

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from celery.concurrency import prefork, solo, thread
 from celery.exceptions import SoftTimeLimitExceeded
 from coverage import Coverage
 
 from delaytasks.model.clock import monotonic
 from delaytasks.registry import ProcessorSpec, Registry
-from delaytasks.run.celery_context import can_limit_time, limited
+from delaytasks.run.celery_context import limited
 from delaytasks.worker.quick_loops import has_exited
 from tests.refusals import invalid
 from tests.waiting import wait_until
@@ -45,6 +44,10 @@ def test_time_limits_are_written_as_durations() -> None:
     assert (both.soft_time_limit_s, both.time_limit_s, both.has_time_limits) == (90, 120, True)
     options: list[dict[str, Any]] = [{}, {"soft_time_limit": 1}, {"time_limit": 1}]
     assert [processor(**each).has_time_limits for each in options] == [False, True, True]
+    registry = Registry()
+    registry.processor("hard", time_limit="5s")(lambda body: None)
+    registry.processor("soft", soft_time_limit=5)(lambda body: None)
+    assert registry.time_limits == {"hard": 5}, "whose runs may be killed"
 
 
 INVALID: list[dict[str, Any]] = [
@@ -58,13 +61,6 @@ INVALID: list[dict[str, Any]] = [
 def test_invalid_time_limits_are_refused(limits: dict[str, Any]) -> None:
     with invalid(next(iter(limits))):
         processor(**limits)
-
-
-def test_a_registry_knows_the_tags_whose_runs_may_be_killed() -> None:
-    registry = Registry()
-    registry.processor("hard", time_limit="5s")(lambda body: None)
-    registry.processor("soft", soft_time_limit=5)(lambda body: None)
-    assert registry.time_limits == {"hard": 5}
 
 
 @pytest.fixture
@@ -115,12 +111,6 @@ def test_a_hard_limit_is_disarmed_after_the_call_and_after_an_error(dumps: list[
     with pytest.raises(ZeroDivisionError):
         limited(processor(time_limit=7), lambda: 1 / 0)
     assert dumps == [(7, True), "over"] * 2
-
-
-def test_only_prefork_can_keep_limits() -> None:
-    assert can_limit_time(prefork.TaskPool(1))
-    assert not can_limit_time(solo.TaskPool(1))
-    assert not can_limit_time(thread.TaskPool(1))
 
 
 def test_a_dead_child_is_detected_before_and_after_it_is_waited_for() -> None:
