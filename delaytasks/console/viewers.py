@@ -10,6 +10,7 @@ import hashlib
 import ipaddress
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,10 +19,11 @@ from typing import Any
 
 from werkzeug.security import check_password_hash, generate_password_hash
 
+from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.inputs import ACTOR_LENGTH
 from delaytasks.model.text import one_line
-from delaytasks.operate.serving import TokenBuckets, WatchedFile
+from delaytasks.operate.serving import WatchedFile
 from delaytasks.settings import make_folder, write_file
 
 
@@ -220,6 +222,10 @@ def _mark(hashed: str) -> str:
 MOST_FAILURES, MOST_OF_ADDRESS, PERIOD_S = 5, 50, 300.0
 
 
+#: The names and addresses that are remembered. Those that failed longest ago are forgotten first.
+MOST_FAILING = 10_000
+
+
 class LoginLimit:
     """Limits failed logins.
 
@@ -227,17 +233,28 @@ class LoginLimit:
     """
 
     def __init__(self) -> None:
-        self._names = TokenBuckets(MOST_FAILURES / PERIOD_S, MOST_FAILURES)
-        self._addresses = TokenBuckets(MOST_OF_ADDRESS / PERIOD_S, MOST_OF_ADDRESS)
+        self._lock = threading.Lock()
+        #: The times of the last failed logins of an address, and of a name from an address.
+        self._failures: dict[tuple[str, ...], deque[float]] = {}
 
-    def wait_s(self, name: str, address: str, failures: int = 0) -> float:
+    def wait_s(self, name: str, address: str) -> float:
         """Return the seconds until this name may try again from this address, 0 if it may now."""
-        waits = self._names.take((name, address), failures), self._addresses.take(address, failures)
-        return max(waits)
+        with self._lock:
+            known = [self._failures.get(key, deque()) for key in ((name, address), (address,))]
+            began = [times[0] for times in known if len(times) == times.maxlen]
+        return max([0.0, *(at + PERIOD_S - monotonic() for at in began)])
 
     def failed(self, name: str, address: str) -> None:
-        self.wait_s(name, address, 1)
+        with self._lock:
+            for key, most in (((name, address), MOST_FAILURES), ((address,), MOST_OF_ADDRESS)):
+                times = self._failures.pop(key, deque(maxlen=most))
+                times.append(monotonic())
+                self._failures[key] = times
+            while len(self._failures) > MOST_FAILING:
+                del self._failures[next(iter(self._failures))]
 
     def succeeded(self, name: str, address: str) -> None:
-        # The count of the address stays: a user could reset it between guesses of other passwords.
-        self._names.forget((name, address))
+        # The failures of the address stay: a user could forget them between guesses of other
+        # passwords.
+        with self._lock:
+            self._failures.pop((name, address), None)

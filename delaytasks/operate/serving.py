@@ -1,4 +1,4 @@
-"""What servers share: probes, values that are kept, limits of tries, and files of users and keys.
+"""What servers share: probes, values that are kept, and files of users and keys.
 
 The servers are the console, the HTTP API and the exporter of metrics.
 """
@@ -139,42 +139,6 @@ class SharedCache:
         """Drop all values, after an action whose effect the viewer wants to see."""
         with self._lock:
             self._slots.clear()
-
-
-# -- Limits of tries ------------------------------------------------------------------------------
-
-
-class TokenBuckets:
-    """Lets each key act `most` times, and from then on `per_s` times a second.
-
-    The counts are in the memory of this process.
-    """
-
-    #: The keys that are remembered. Those that acted longest ago are forgotten first.
-    MOST_KEYS = 10_000
-
-    def __init__(self, per_s: float, most: float) -> None:
-        self._per_s = per_s
-        self._most = most
-        self._lock = threading.Lock()
-        #: The tokens of each key, and the time at which they were counted.
-        self._buckets: dict[Hashable, tuple[float, float]] = {}
-
-    def take(self, key: Hashable, tokens: int = 1) -> float:
-        """Take tokens if there is one. Return 0, or the seconds until there is one."""
-        with self._lock:
-            now = monotonic()
-            found, counted_at = self._buckets.pop(key, (self._most, now))
-            found = min(found + (now - counted_at) * self._per_s, self._most)
-            is_allowed = found >= 1
-            self._buckets[key] = (found - tokens * is_allowed, now)
-            if len(self._buckets) > self.MOST_KEYS:
-                del self._buckets[next(iter(self._buckets))]
-            return 0.0 if is_allowed else (1 - found) / self._per_s
-
-    def forget(self, key: Hashable) -> None:
-        with self._lock:
-            self._buckets.pop(key, None)
 
 
 # -- A JSON file that only its owner can read, and that is read again when it changes -------------

@@ -17,6 +17,7 @@ from delaytasks.console import pages, requests, viewers
 from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION, MOST_ACTIVE, SESSION_S
 from delaytasks.console.viewers import LoginLimit, Role, UserFile, Viewer, proxy_viewer
+from delaytasks.model.clock import monotonic
 from delaytasks.model.filters import LogEntry
 from delaytasks.operate.task_calls import record_action
 from delaytasks.runtime import runtime_of
@@ -247,7 +248,7 @@ def test_wrong_logins_are_limited_by_name_and_address(
     assert log_in(elsewhere, name).status_code == (303 if name == "ann" else 401)
 
 
-def test_an_address_cannot_try_passwords_of_many_names() -> None:
+def test_an_address_cannot_try_passwords_of_many_names(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = LoginLimit()
     for number in range(viewers.MOST_OF_ADDRESS):
         assert limit.wait_s(f"user-{number}", "192.0.2.7") == 0
@@ -255,6 +256,21 @@ def test_an_address_cannot_try_passwords_of_many_names() -> None:
         limit.succeeded("ann", "192.0.2.7")
     assert limit.wait_s("ann", "192.0.2.7") > 0
     assert limit.wait_s("ann", "192.0.2.8") == 0
+    over = monotonic() + viewers.PERIOD_S
+    monkeypatch.setattr(viewers, "monotonic", lambda: over)
+    assert limit.wait_s("ann", "192.0.2.7") == 0
+
+
+def test_the_name_that_failed_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers, "MOST_FAILING", 4)
+    limit = LoginLimit()
+    for name, address in (("ann", "192.0.2.7"), ("bob", "192.0.2.8")):
+        for _ in range(viewers.MOST_FAILURES):
+            limit.failed(name, address)
+    assert limit.wait_s("ann", "192.0.2.7") > 0
+    limit.failed("eve", "192.0.2.9")
+    assert limit.wait_s("ann", "192.0.2.7") == 0
+    assert limit.wait_s("bob", "192.0.2.8") > 0
 
 
 def test_a_session_ends_with_the_user_role_and_password(site: Site, users: UserFile) -> None:

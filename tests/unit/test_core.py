@@ -29,8 +29,7 @@ from delaytasks.model import clock
 from delaytasks.model.body import Cipher, dump_json, key_name
 from delaytasks.model.inputs import parse_duration, parse_instant, show_duration
 from delaytasks.model.text import Secret, mask_secret, mask_url, one_line, storable
-from delaytasks.operate import serving, texts
-from delaytasks.operate.serving import TokenBuckets
+from delaytasks.operate import texts
 from delaytasks.operate.texts import show_from_now, show_instant
 from delaytasks.run.runner import FailureReason
 from tests.fuzzing import fuzz, json_like
@@ -122,14 +121,6 @@ def test_the_monotonic_clock_continues_during_a_suspension(monkeypatch: MonkeyPa
     assert clock.monotonic() == 3605.0
     monkeypatch.setattr(clock, "_BOOTTIME", None)
     assert clock.monotonic() != 3605.0, "the next best clock, where there is no such clock"
-
-
-def test_the_bucket_that_was_used_longest_ago_is_forgotten(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenBuckets, "MOST_KEYS", 2)
-    monkeypatch.setattr(serving, "monotonic", lambda: 0.0)
-    buckets = TokenBuckets(1, 1)
-    assert [buckets.take(key) for key in "abccb"] == [0, 0, 0, 1, 1]
-    assert buckets.take("a") == 0
 
 
 # -- JSON text is the same for each reader, with and without orjson -------------------------------
