@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
@@ -46,7 +45,7 @@ from delaytasks.model.inputs import ALL_QUEUES, show_duration
 from delaytasks.model.text import count, mask_url, one_line
 from delaytasks.operate.health import HealthChecks, verdict_of
 from delaytasks.operate.operations import DURATION
-from delaytasks.operate.state import DeploymentState, ask_broker, read_state, read_tables, snapshot
+from delaytasks.operate.state import DeploymentState, ask_broker, snapshot
 from delaytasks.operate.texts import show_instant, show_offset
 from delaytasks.runtime import runtime_of
 
@@ -172,7 +171,7 @@ def warnings_of(delays: DelayTasks) -> list[str]:
 
     warnings, runtime = [], runtime_of(delays)
     try:
-        found = read_tables(runtime)
+        found = DeploymentState(runtime)
     except StoreError as error:
         # The role may read tasks, but not the tables of workers and policies.
         warnings.append(f"late tasks and the replication are unknown: {error}")
@@ -330,15 +329,17 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
     StoreError
         If the database does not answer.
     """
-    runtime = runtime_of(delays)
-    return replace(read_state(runtime), broker_error=ask_broker(runtime))
+    found = DeploymentState(runtime_of(delays))
+    found.add_failures()
+    found.broker_error = ask_broker(found.runtime)
+    return found
 
 
 def gather(cli: Cli) -> dict[str, Any]:
     """Return the document that `status --json` prints, and of which the text is made."""
     delays, runtime = cli.delays, cli.runtime
     state = read_deployment(delays)
-    live, settings = snapshot(cli.store, delays.settings, state), delays.settings
+    live, settings = snapshot(state), delays.settings
     live_total = live.total.as_json()
     del live_total["name"]
     document = {

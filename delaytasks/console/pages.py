@@ -123,8 +123,8 @@ def count_due(store: Store, now: datetime) -> list[int]:
 
 @route("/queues", "lists.html")
 def queues() -> dict[str, Any]:
-    found, store, settings = state().snapshot(), runtime().store, state().delays.settings
-    live = state().cache.get("queues", QUEUES_S, lambda: snapshot(store, settings, found))
+    found = state().snapshot()
+    live = state().cache.get("queues", QUEUES_S, lambda: snapshot(found))
     return {"rows": live.queues, "is_capped": live.is_capped, "s": found}
 
 

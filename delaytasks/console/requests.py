@@ -14,7 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from copy import copy
 from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -39,7 +39,7 @@ from delaytasks.client import DelayTasks
 from delaytasks.console.viewers import HOST_REQUEST, LoginLimit, Role, UserFile, Viewer
 from delaytasks.model.errors import DelayTaskError
 from delaytasks.operate.serving import ENDPOINTS, SharedCache
-from delaytasks.operate.state import DeploymentState, ask_broker, read_state
+from delaytasks.operate.state import DeploymentState, ask_broker
 from delaytasks.operate.task_calls import record_action
 from delaytasks.runtime import Runtime, runtime_of
 
@@ -113,13 +113,15 @@ class ConsoleState:
     def snapshot(self) -> DeploymentState:
         """Return the state of the deployment, which is some seconds old, and up to a minute if the
         database answers slowly."""
-        found = self.cache.get("snapshot", SNAPSHOT_S, self._read_state)
+        found = copy(self.cache.get("snapshot", SNAPSHOT_S, self._read_state))
         ask = partial(ask_broker, runtime_of(self.delays))
-        error = self.cache.get("broker", BROKER_S, ask, has_failed=bool)
-        return replace(found, broker_error=error)
+        found.broker_error = self.cache.get("broker", BROKER_S, ask, has_failed=bool)
+        return found
 
     def _read_state(self) -> DeploymentState:
-        return read_state(runtime_of(self.delays), most_counted=MOST_COUNTED_ROWS)
+        found = DeploymentState(runtime_of(self.delays), MOST_COUNTED_ROWS)
+        found.add_failures()
+        return found
 
 
 def state() -> ConsoleState:

@@ -24,7 +24,7 @@ from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LATE_S, late_start
 from delaytasks.operate.forecast import KEPT_S, LONGEST_KEPT_S, Forecast, make_forecast
 from delaytasks.operate.serving import SharedCache
-from delaytasks.operate.state import DeploymentState, ask_broker, read_tables
+from delaytasks.operate.state import DeploymentState, ask_broker
 from delaytasks.run.observers import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, RunCounts
 from delaytasks.settings import Address
 
@@ -183,7 +183,7 @@ class DatabaseMetrics(Collector):
         """Return the metrics, and whether the database is down."""
         found: DeploymentState | None = None
         with suppress(StoreError):  # the value 0 of `delaytasks_database_up` reports it
-            found = read_tables(self._runtime)
+            found = DeploymentState(self._runtime)
         return list(self._all(found)), found is None
 
     def _all(self, found: DeploymentState | None) -> Iterator[Metric]:

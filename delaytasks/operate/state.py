@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,7 @@ from sqlalchemy import ColumnElement, Connection, Select, Table, and_, func, sel
 from delaytasks.broker.link import broker_error
 from delaytasks.db.database import Database
 from delaytasks.db.store import Store
-from delaytasks.db.sweep_queries import LostWorker, RegisteredWorker, SweepState, is_late
+from delaytasks.db.sweep_queries import RegisteredWorker, is_late
 from delaytasks.db.task_rows import distinct_values, has_status, levels_of, queues_after
 from delaytasks.db.types import db_now_plus, for_database, once
 from delaytasks.model.clock import AN_HOUR, hour_of
@@ -35,7 +35,6 @@ from delaytasks.operate.searches import changed_at, failed_tasks, tasks_of_ids
 from delaytasks.operate.statistics import FailureGroup, recent_hours, recent_runs
 from delaytasks.operate.why import Facts, Reason, waits_for
 from delaytasks.run.observers import error_pattern
-from delaytasks.settings import Settings
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
@@ -406,35 +405,51 @@ def broker_down_s(workers: Iterable[RegisteredWorker]) -> float | None:
     return min(lost) if lost else max((down_s for down_s, _ in known), default=None)
 
 
-@dataclass(frozen=True)
-class DeploymentState:
-    """The state of the tables and of the services."""
+class DeploymentState(Facts):
+    """The state of the tables, read at once. `add_failures` reads more of them."""
 
-    now: datetime
-    #: The kind and the version of the database.
-    server: str = ""
-    #: What is wrong with the role of the database (`server_problem`).
-    problem: str | None = None
-    #: Why the broker does not answer, as the process sees it that asks.
+    #: Why the broker does not answer, if it was asked.
     broker_error: str | None = None
-    counts: Mapping[Status, Count] = field(default_factory=lambda: dict.fromkeys(Status, Count(0)))
-    #: The number of overdue tasks, and when the oldest of them was due.
-    overdue: int = 0
-    oldest: datetime | None = None
-    #: The largest groups of overdue tasks, with the reasons why they have not begun.
-    late: Sequence[OverdueGroup] = ()
-    expired_leases: int = 0
-    sweeps: Sequence[SweepState] = ()
-    #: The workers by name.
-    workers: Sequence[RegisteredWorker] = ()
-    policies: Sequence[Policy] = ()
-    #: The workers that were lost within the last hour, the latest loss first.
-    lost: Sequence[LostWorker] = ()
-    #: Failures with the same tag and kind of error, and whether all FAILED tasks are in them.
-    groups: Sequence[FailedNow] = ()
-    has_all_failures: bool = True
-    #: How many runs began late within `LATE_RANGE`, by the reason.
-    late_starts: Mapping[str, int] = field(default_factory=dict)
+
+    def __init__(self, runtime: Runtime, most_counted: int = MAX_COUNTED) -> None:
+        """A number of tasks of a status that is larger than `most_counted` is the planner's
+        estimate."""
+        super().__init__(runtime)
+        for name in ("workers", "policies", "sweeps"):
+            getattr(self, name)  # now, and not when somebody looks at them
+        store, database = self.store, self.store.database
+        #: The kind and the version of the database, and what is wrong with its role.
+        self.server = database.autocommitted(_server)
+        self.problem = server_problem(database)
+        self.counts = task_counts(store, most_counted)
+        found = find_overdue(store, self.settings.grace_s)
+        #: The number of overdue tasks, and when the oldest of them was due.
+        self.overdue, self.oldest = found.tasks, found.oldest
+        #: The largest groups of overdue tasks, with the reasons why they have not begun.
+        self.late = explained(self, found)
+        self.expired_leases = store.leases.count_expired()
+        #: The workers that were lost within the last hour, the latest loss first.
+        self.lost = store.workers.lost()
+        #: Failures with the same tag and kind of error, and whether all FAILED tasks are in them.
+        self.groups: Sequence[FailedNow] = ()
+        self.has_all_failures = True
+        #: How many runs began late within `LATE_RANGE`, by the reason.
+        self.late_starts: Mapping[str, int] = {}
+
+    def add_failures(self) -> None:
+        """Read the failures, the late starts, and the numbers of tasks of the policies."""
+        store = self.store
+        failed, self.has_all_failures = failed_tasks(store) if self.failed else ([], True)
+        self.policies, held = with_counts(store.policies, self.policies)
+        # Tasks may have moved between two queries. The sentences of the verdict contain the later
+        # numbers, so the counts have them too.
+        if held is not None:
+            self.counts[Status.HELD] = Count(held)
+        if failed and self.has_all_failures:
+            self.counts[Status.FAILED] = Count(len(failed))
+        counted, started, self.late_starts = recent_runs(store, self.now)
+        last = tasks_of_ids(store, [group.task_id for group in counted])
+        self.groups = groups_of(failed, self.now, counted, started, last)
 
     @property
     def waiting(self) -> int:
@@ -458,14 +473,6 @@ class DeploymentState:
         return 0.0 if self.oldest is None else max((self.now - self.oldest).total_seconds(), 0.0)
 
     @property
-    def alive(self) -> list[RegisteredWorker]:
-        return [worker for worker in self.workers if worker.is_alive]
-
-    def serving(self, queue: str) -> list[RegisteredWorker]:
-        """Return the live workers that serve a queue."""
-        return [each for each in self.alive if each.serves(queue)]
-
-    @property
     def paused(self) -> list[Policy]:
         return [policy for policy in self.policies if policy.is_paused]
 
@@ -479,55 +486,6 @@ def ask_broker(runtime: Runtime) -> str | None:
     if runtime.direct_timer is not None:
         return None
     return broker_error(runtime.celery, runtime.settings.publish_limit_s)
-
-
-def read_state(runtime: Runtime, most_counted: int = MAX_COUNTED) -> DeploymentState:
-    """Read the state without asking the broker."""
-    store, found = runtime.store, read_tables(runtime, most_counted)
-    failed, has_all = failed_tasks(store) if found.failed else ([], True)
-    policies, held = with_counts(store.policies, found.policies)
-    # Tasks may have moved between two queries. The sentences of the verdict contain the later
-    # numbers, so the counts have them too.
-    counts = dict(found.counts)
-    if held is not None:
-        counts[Status.HELD] = Count(held)
-    if failed and has_all:
-        counts[Status.FAILED] = Count(len(failed))
-    counted, started, late_starts = recent_runs(store, found.now)
-    last = tasks_of_ids(store, [group.task_id for group in counted])
-    return replace(
-        found,
-        counts=counts,
-        policies=policies,
-        groups=groups_of(failed, found.now, counted, started, last),
-        has_all_failures=has_all,
-        late_starts=late_starts,
-    )
-
-
-def read_tables(runtime: Runtime, most_counted: int = MAX_COUNTED) -> DeploymentState:
-    """Read what the tables say without failures, late starts and numbers of the policies.
-
-    A number of tasks of a status that is larger than `most_counted` is the planner's estimate.
-    """
-    facts = Facts(runtime)
-    store, database = facts.store, facts.store.database
-    counts = task_counts(store, most_counted)
-    overdue = find_overdue(store, facts.settings.grace_s)
-    return DeploymentState(
-        facts.now,
-        server=database.autocommitted(_server),
-        problem=server_problem(database),
-        counts=counts,
-        overdue=overdue.tasks,
-        oldest=overdue.oldest,
-        late=explained(facts, overdue),
-        expired_leases=store.leases.count_expired(),
-        sweeps=facts.sweeps,
-        workers=facts.workers,
-        policies=facts.policies,
-        lost=store.workers.lost(),
-    )
 
 
 # -- What happens now, by queue and tag -----------------------------------------------------------
@@ -614,9 +572,9 @@ class LiveSnapshot(NamedTuple):
     is_capped: bool
 
 
-def snapshot(store: Store, settings: Settings, state: DeploymentState) -> LiveSnapshot:
+def snapshot(state: DeploymentState) -> LiveSnapshot:
     """Read what happens now. `state` has the workers and the policies."""
-    now, grace_s = store.tasks.now(), settings.grace_s
+    store, now, grace_s = state.store, state.store.tasks.now(), state.settings.grace_s
     total, queues, tags = LiveGroup(""), dict[str, LiveGroup](), dict[str, LiveGroup]()
     parts = store.database.autocommitted(lambda on: list(live_rows(store, on, now, grace_s)))
     for row in chain(*parts):

@@ -19,8 +19,7 @@ from delaytasks import DelayedTask, OutcomeUnknownError, Status, StoreUnavailabl
 from delaytasks.db.types import db_now_plus
 from delaytasks.loops import limit_answers
 from delaytasks.operate.health import HealthChecks, verdict_of
-from delaytasks.operate.state import read_state
-from delaytasks.runtime import runtime_of
+from delaytasks.operate.state import DeploymentState
 from tests.conftest import new_world
 from tests.waiting import wait_until
 from tests.world import MainProcess, MonkeyPatch, Settlement, World
@@ -202,7 +201,7 @@ def test_a_read_only_database_is_unhealthy_and_restarts_no_worker(postgresql_url
         assert (unknown.is_ok, "read-only" in unknown.detail) == (True, True)
         database = api.ready()[0]
         assert (database.is_ok, "read-only" in database.detail) == (False, True)
-        verdict = verdict_of(read_state(runtime_of(world.delays)))
+        verdict = verdict_of(DeploymentState(world.runtime))
         assert (verdict.level, verdict.headline) == ("bad", "Stopped. The database is read-only.")
         world.reconnect()
         assert api.ready()[0].is_ok

@@ -34,7 +34,6 @@ from delaytasks.model.moves import Move
 from delaytasks.model.text import DEFERRALS
 from delaytasks.operate import metrics
 from delaytasks.operate.monitoring import read_file
-from delaytasks.operate.state import DeploymentState
 from delaytasks.settings import Settings
 from delaytasks.testing import DelaysTester
 from delaytasks.worker.quick_loops import PROCESS_CHECK_S
@@ -78,8 +77,10 @@ def metric_names() -> set[str]:
         events=Events(), info=lambda: info, statistics=None, celery_worker=pool
     )
     worker = metrics.WorkerMetrics(of)
-    empty = DeploymentState(from_us(0))
-    peak = metrics.peak_metrics(None, empty.now)
+    lists = dict.fromkeys("late sweeps workers alive".split(), ())
+    numbers = dict.fromkeys("overdue oldest_overdue_s expired_leases beat_age_s".split(), 0)
+    empty: Any = SimpleNamespace(counts={}, **lists, **numbers)
+    peak = metrics.peak_metrics(None, from_us(0))
     found = chain(metrics.table_metrics(empty), peak, worker.collect())
     names = {f"delaytasks_{name}_up" for name in ("database", "broker", "redis_timer")}
     names.add("delaytasks_scheduled_total")  # a recipe counts these

@@ -31,7 +31,7 @@ from delaytasks.model.filters import filter_of
 from delaytasks.model.moves import SettlingMove
 from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement
 from delaytasks.operate.searches import Follower, limited_search
-from delaytasks.operate.state import DeploymentState, LiveSnapshot, read_tables, snapshot
+from delaytasks.operate.state import DeploymentState, LiveSnapshot, snapshot
 from delaytasks.operate.statistics import write_counts
 from delaytasks.operate.why import Reason, why
 from delaytasks.run.observers import RunCounts
@@ -335,11 +335,11 @@ class World:
 
     def state(self) -> DeploymentState:
         """Return the numbers of the tables, as the command `status` shows them."""
-        return read_tables(self.runtime)
+        return DeploymentState(self.runtime)
 
     def live(self) -> LiveSnapshot:
         """Return what the command `top` shows."""
-        return snapshot(self.store, self.delays.settings, self.state())
+        return snapshot(self.state())
 
     def search(self, work: Callable[[Connection], object], limit_s: float) -> object:
         """Do the work of a search, as `find` does for the console."""
