@@ -29,6 +29,7 @@ from delaytasks.model.moves import WAITING
 from delaytasks.model.text import count, shown, some_values
 from delaytasks.operate.state import estimate_rows
 from delaytasks.operate.statistics import COUNTS_KEPT, counts_by_tag
+from delaytasks.operate.why import Facts
 from delaytasks.run.observers import RunCounts
 
 if TYPE_CHECKING:
@@ -232,14 +233,12 @@ def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = Non
         raise InvalidInputError(
             f"days is a number above 0, at most {MAX_DAYS}, not {shown(days)}", "days"
         )
-    now = runtime.clock.certain_now()
-    until = now + timedelta(days=days)
-    notes = []
+    facts, notes = Facts(runtime), list[str]()
+    now, until = facts.now, facts.now + timedelta(days=days)
     if processes is not None:
         check_integer(processes, "processes", 1, MAX_PROCESSES)
     else:
-        registered = runtime.store.workers.registered(now, runtime.settings.silent_s)
-        processes = sum(max(each.concurrency, 1) for each in registered if each.is_alive)
+        processes = sum(max(worker.concurrency, 1) for worker in facts.alive)
         if not processes:
             processes = runtime.celery.conf.worker_concurrency or os.cpu_count() or 1
             notes.append("No worker is alive, so the number of processes is assumed.")

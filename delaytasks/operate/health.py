@@ -129,8 +129,6 @@ def _failed_runs(group: FailedNow, state: DeploymentState, zone: tzinfo) -> str:
 MOST_PROBLEMS = 6
 #: Lost workers that are named.
 NAMED_WORKERS = 3
-#: A larger offset of a worker's clock is mentioned. The database's clock decides in any case.
-CLOCK_S = 5.0
 #: An outage of a worker's broker or timer, or a silence of beat, that is longer is mentioned.
 LEAST_OUTAGE_S = 15.0
 
@@ -242,10 +240,6 @@ def _workers(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
             text = f"The worker {name} is silent. If it is lost, its tasks {_RESTART}"
             yield Problem("warning", text, "workers", flaw=flaw)
             continue
-        if abs(worker.clock_offset_s) > CLOCK_S:
-            offset = show_duration(worker.clock_offset_s)
-            text = f"The clock of {name} is off by {offset}. Tasks are still on time."
-            yield Problem("warning", text, "workers")
         broker_s, timer_s = services.broker_down_s, services.timer_down_s
         for service, down_s in (("its broker", broker_s), ("the server of its timer", timer_s)):
             # If the broker is down for everyone, that is one problem.

@@ -556,10 +556,8 @@ class LiveGroup:
     def as_json(self) -> dict[str, Any]:
         document = asdict(self)
         del document["latenesses"]
-        for share in (50, 99):
-            late_s = self.lateness(share / 100)
-            document[f"lateness_p{share}_s"] = None if late_s is None else round(late_s, 4)
-        return {**document, "oldest_overdue_s": round(self.oldest_overdue_s, 3)}
+        shares = {f"lateness_p{share}_s": self.lateness(share / 100) for share in (50, 99)}
+        return {**document, **shares}
 
 
 class LiveSnapshot(NamedTuple):

@@ -146,59 +146,42 @@ TAGS_PER_READ = 200
 MOST_FAILURE_ROWS = 2000
 
 
+#: The columns of the key, in the order in which every process inserts and locks rows.
+_KEY = ("fingerprint", "start", "tag")
+
+
 def write_counts(store: Store, on: Any, unwritten: Counted, at: datetime) -> None:
     """Add counts to the rows of the minute and, for failures, of the hour, in a transaction."""
-    runs = {(tag, ""): counts for (tag, pattern), counts in unwritten.items() if not pattern}
+    s, hour, minute = store.schema.statistics, hour_of(at), at.replace(second=0, microsecond=0)
     times = {"first_us": to_us(at), "last_us": to_us(at)}
-    failures = {
-        (tag, _fingerprint(pattern)): RunCounts(counts | times)
-        for (tag, pattern), counts in unwritten.items()
-        if pattern
-    }
-    s, hour = store.schema.statistics, hour_of(at)
+    counted: dict[tuple[Any, ...], RunCounts] = {}
+    for (tag, pattern), counts in unwritten.items():
+        if pattern:
+            counted[_fingerprint(pattern), hour, tag] = RunCounts(counts | times)
+        else:
+            counted["", minute, tag] = counts
+    keys = sorted(counted)
     known = select(func.count()).where(s.c.fingerprint > "", s.c.start == hour)
-    _add_rows(store, on, at.replace(second=0, microsecond=0), runs)
-    if failures:
-        is_full = on.execute(known).scalar_one() >= MAX_PATTERNS
-        _add_rows(store, on, hour, failures, inserts=not is_full)
-
-
-def _add_rows(
-    store: Store,
-    on: Any,
-    start: datetime,
-    counted: Mapping[tuple[str, str], RunCounts],
-    inserts: bool = True,
-) -> None:
-    """Add to the rows of a start, and create those that are missing."""
-    s = store.schema.statistics
-    # Rows are inserted and locked in the same order in every process.
-    keys = sorted(counted, key=lambda key: key[::-1])
-    rows = [{"start": start, "tag": tag, "fingerprint": f, "counts": "{}"} for tag, f in keys]
-    if inserts and rows:
-        on.execute(insert_if_absent(store.database, s, s.c.tag), rows)
-    mine = (
-        s.c.fingerprint.in_({fingerprint for _, fingerprint in keys}),
-        s.c.start == start,
-        s.c.tag.in_({tag for tag, _ in keys}),
-    )
-    query = select(s.c.tag, s.c.fingerprint, s.c.counts).where(*mine)
+    has_failures = any(fingerprint for fingerprint, *_ in keys)
+    is_full = has_failures and on.execute(known).scalar_one() >= MAX_PATTERNS
+    rows = [dict(zip(_KEY, key, strict=True)) for key in keys if not (is_full and key[0])]
+    if rows:
+        on.execute(insert_if_absent(store.database, s, s.c.tag).values(counts="{}"), rows)
+    parts = zip(_KEY, zip(*keys, strict=True), strict=True)
+    mine = [s.c[name].in_(set(values)) for name, values in parts]
+    columns = [s.c[name] for name in _KEY]
     changes = []
-    for tag, fingerprint, text in on.execute(
-        query.order_by(s.c.fingerprint, s.c.tag).with_for_update()
+    for *key, text in on.execute(
+        select(*columns, s.c.counts).where(*mine).order_by(*columns).with_for_update()
     ).all():
-        if (tag, fingerprint) in counted:
+        if (more := counted.get(tuple(key))) is not None:
             counts = RunCounts(json.loads(text))
-            counts.add(counted[tag, fingerprint])
-            key = {"of_start": start, "of_tag": tag, "of_fingerprint": fingerprint}
-            changes.append({**key, "new": dump_json(counts)})
+            counts.add(more)
+            named = {f"of_{name}": value for name, value in zip(_KEY, key, strict=True)}
+            changes.append({**named, "new": dump_json(counts)})
     if changes:
-        named = (
-            s.c.fingerprint == bindparam("of_fingerprint"),
-            s.c.start == bindparam("of_start", type_=s.c.start.type),
-            s.c.tag == bindparam("of_tag"),
-        )
-        on.execute(update(s).where(*named).values(counts=bindparam("new")), changes)
+        is_named = [each == bindparam(f"of_{each.name}", type_=each.type) for each in columns]
+        on.execute(update(s).where(*is_named).values(counts=bindparam("new")), changes)
 
 
 def _fingerprint(pattern: str) -> str:
