@@ -97,7 +97,7 @@ def test_a_database_that_was_down_is_read_again_soon(
         time.at += 5
         raise StoreUnavailableError("down")
 
-    monkeypatch.setattr(prometheus, "read_tables", read)
+    monkeypatch.setattr(prometheus, "DeploymentState", read)
     source = DatabaseMetrics(world.runtime)
     for _ in range(7):
         source.collect()
