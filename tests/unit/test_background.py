@@ -150,17 +150,6 @@ def test_after_a_failure_of_a_call_its_rows_do_not_count_as_armed_and_others_are
     assert "OSError: as asked" in caplog.text
 
 
-def test_a_call_waits_for_the_messages_of_each_queue() -> None:
-    with closing(ArmingThread(limit_s=0.2)) as timer:
-        timer.broker.gate.clear()
-        for queues, is_in_time in ((1, False), (5, True)):
-            entries = [entry(id)._replace(queue=f"q{id}") for id in range(queues)]
-            threading.Timer(0.5, timer.broker.gate.set).start()
-            assert timer.sender.arm(entries) is is_in_time
-            assert timer.flush(5)
-            timer.broker.gate.clear()
-
-
 def die(*_: object) -> bool:
     raise SystemExit
 

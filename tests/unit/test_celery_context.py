@@ -68,9 +68,9 @@ def test_rows_of_two_threads_and_rows_within_a_row_have_their_own_requests(world
         if body != "inner":
             both.wait()
 
-    for tag in ("inner", "outer", "in flight"):
-        options: Any = {"in_flight": 2} if tag == "in flight" else {}
-        world.delays.processor(tag, **options)(look)
+    world.delays.processor("inner")(look)
+    world.delays.processor("outer")(look)
+    world.delays.processor("in flight", in_flight=2)(look)
     inner, *others = (world.schedule(tag, tag) for tag in ("inner", "outer", "in flight"))
     world.run(*others)
     assert sorted(world.notes) == sorted((task.tag, task.id) for task in (inner, *others))

@@ -300,11 +300,6 @@ def test_users_and_drivers_do_not_distinguish_databases() -> None:
             assert same is is_same, (one, other)
 
 
-def test_options_of_the_postgresql_url_are_kept_and_win() -> None:
-    given = make_url("postgresql://h/d?options=-c%20lock_timeout%3D1s")
-    assert engines._postgresql_options(given).endswith(" -c lock_timeout=1s")
-
-
 # -- the errors of the database's driver ----------------------------------------------------------
 
 

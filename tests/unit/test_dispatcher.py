@@ -117,17 +117,6 @@ def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(main: Main) ->
     assert main.capacity() == 0
 
 
-def test_a_process_that_will_be_busy_for_long_adds_no_capacity(main: Main) -> None:
-    main.take(20)
-    main.clock.advance(0.5)
-    assert main.capacity() == 0, "its chunk takes longer than the time budget"
-    main.end(10, 1)
-    # A second each: the free process takes one, and the next one when that is over.
-    assert main.capacity() == 1
-    main.take(1, start=100)
-    assert main.capacity() == 0
-
-
 def test_late_entries_wait_longer_if_their_queue_has_a_backlog(draining: Main) -> None:
     main = draining
     grace_s = main.world.delays.settings.grace_s
@@ -162,17 +151,6 @@ def test_entries_of_rows_that_a_drain_has_claimed_are_forgotten(draining: Main) 
     assert main.waiting == 0, "late entries are left to the table"
 
 
-def test_detached_rows_are_known_until_their_process_reports_their_end(main: Main) -> None:
-    main.take(400)
-    main.pool.end(Report(10, 8, 0.01, pid=1, detached=(4, 5)))
-    main.pool.end(Report(10, 9, 0.01, pid=2, detached=(9,)))
-    assert main.detached() == {1: (4, 5), 2: (9,)}
-    assert len(main.requests) == 2, "and the next chunks come"
-    main.pool.end(Report(1, 3, 0.01, pid=1))
-    main.pool.end(Report(error="away", reason=AWAY, pid=2, detached=(9, 12)))
-    assert main.detached() == {2: (9, 12)}
-
-
 # -- bursts ---------------------------------------------------------------------------------------
 
 
@@ -187,40 +165,11 @@ def test_a_burst_of_slow_tasks_is_left_to_the_table_and_claimed_ahead(main: Main
         assert main.asked() == drains, "other workers are asked once"
 
 
-def test_other_workers_are_asked_in_bounded_time(main: Main, monkeypatch: Any) -> None:
-    main.learn(0.02)
-    entries = [main.entries(1, start=n)[0]._replace(queue=f"q{n}") for n in range(1, 301)]
-    main.take(entries)
-    slowly = list[str]()
-
-    def ask_slowly(queue: str, *_: Any) -> bool:
-        slowly.append(queue)
-        main.time.at += 0.15
-        return True
-
-    monkeypatch.setattr(main.broker, "request_drain", ask_slowly)
-    for asked in (2, 4):  # the pauses are read soon, and the others come first in the next turn
-        main.ask_for_help()
-        assert len(slowly) == len(set(slowly)) == asked
-
-
-@pytest.mark.parametrize(
-    ("row_s", "entries", "is_draining"),
-    [(0.02, 15, False), (0.0001, 1000, False), (0.02, 200, True)],
-    ids=["few", "quick", "with a backlog"],
-)
-def test_other_bursts_are_run_from_their_entries(
-    main: Main, row_s: float, entries: int, is_draining: bool
-) -> None:
+@pytest.mark.parametrize(("row_s", "entries"), [(0.02, 15), (0.0001, 1000)], ids=["few", "quick"])
+def test_other_bursts_are_run_from_their_entries(main: Main, row_s: float, entries: int) -> None:
     main.learn(row_s)
-    if is_draining:
-        main.drain()
-        main.end(2, row_s, is_full=True)
     main.take(entries)
-    if is_draining:
-        main.end(2, row_s, is_full=True)
-    assert main.sizes()[-1] > 0
-    assert main.late() == 0
+    assert main.drained() == [None] * 2
 
 
 # -- drains of queues whose rows are overdue ------------------------------------------------------
@@ -259,42 +208,6 @@ def test_a_solo_pool_drains_chunk_by_chunk(main: Main, monkeypatch: pytest.Monke
     main.drain()
     main.end(is_full=True)
     assert main.continue_s() == [0, 0]
-
-
-def test_an_empty_queue_behind_a_slow_task_is_read_once(make_main: MakeMain) -> None:
-    main = make_main(8)
-    main.drain()
-    main.pump_later(HELD_UP_S)
-    assert len(main.requests) == 2
-    slow = main.pool.requests.pop(0)
-    main.end(0)
-    for _ in range(3):
-        main.pump_later(HELD_UP_S)
-    assert main.requests == [], "there is nothing in it"
-    main.drain()
-    main.end(0)
-    assert main.requests == [], "the next start is worth one look, too"
-    slow[1](Report(10, 1, 12.0))
-    assert main.requests == []
-
-
-def test_a_look_whose_time_comes_after_the_decision_is_made(
-    main: Main, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    main.drain()
-    main.time.at += HELD_UP_S - 0.02
-    decide = main.dispatcher._next_chunk
-
-    def decide_before() -> Any:
-        request = decide()
-        main.time.at += 0.02
-        return request
-
-    monkeypatch.setattr(main.dispatcher, "_next_chunk", decide_before)
-    main.pump()
-    assert len(main.requests) == 1
-    main.look()
-    assert len(main.requests) == 2
 
 
 # -- the end of a dispatcher ----------------------------------------------------------------------

@@ -263,11 +263,13 @@ def test_lazy_results_of_batches_are_not_done(world: World, form: str) -> None:
 # -- retry schedules: their retry delays, their text, and which schedule an error selects ---------
 
 
-def test_a_retry_schedule_is_written_as_durations_or_made_of_them() -> None:
+def test_a_retry_schedule_is_written_as_durations_or_as_a_number(world: World) -> None:
     retry_schedule = RetrySchedule("15s 3m 1h30m")
     assert retry_schedule.retry_delays_s == (15, 180, 5400)
     assert str(retry_schedule) == "15s 3m 1h30m"
     assert retry_schedule == RetrySchedule([15, "3m", timedelta(minutes=90)])
+    for number, usual in ((3, "5s 30s 1m"), (11, "5s 30s 1m 10m 30m 1h 6h 1d 2d 2d 2d")):
+        assert world.schedule(retries=number).retry_schedule == RetrySchedule(usual)
 
 
 @given(st.floats(0, 1), st.integers(1, 9))
@@ -292,11 +294,6 @@ def test_an_invalid_number_of_retries_is_refused_with_the_remedy(retry: Any) -> 
             refused(retries)
     with invalid("retry_delays", match="15s 3m"):
         RetrySchedule(retry)
-
-
-def test_a_number_of_retries_has_the_usual_delays(world: World) -> None:
-    for number, delays in ((3, "5s 30s 1m"), (11, "5s 30s 1m 10m 30m 1h 6h 1d 2d 2d 2d")):
-        assert world.schedule(retries=number).retry_schedule == RetrySchedule(delays)
 
 
 BY_ERROR: Any = {OSError: "10s", ConnectionError: "20s", ValueError: None, Exception: "30s"}

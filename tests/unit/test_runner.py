@@ -103,6 +103,11 @@ def test_finished_rows_are_settled_before_a_row_that_may_be_killed_begins(world:
         tasks[1].id: ["DONE", "RUNNING", "RUNNING", "DONE"],
         tasks[2].id: ["DONE", "DONE", "RUNNING", "DONE"],
     }, "those with a hard limit run last, each when all before it is settled"
+    # The second error is for the settlement of the single row.
+    fail_settlements(world, [e.StoreError("refused")] * 2)
+    with pytest.raises(e.StoreError, match="refused"):
+        world.run(*(others := [world.schedule(), world.schedule("look")]))
+    assert world.statuses(others) == ["DONE", "NOT_COMPLETE"], "the second one does not begin"
 
 
 @pytest.mark.parametrize("limits", [{"soft_time_limit": 60}, {"time_limit": 60}])
@@ -196,7 +201,8 @@ def test_slow_rows_run_after_quick_ones_of_their_priority_and_give_back_only_slo
         world.notes.append("slow")
 
     world.delays.processor("slow")(work)
-    for tag in ("note", "slow"):  # the process learns how long each takes
+    world.delays.processor("fits")(lambda body: time.sleep(0.01) or world.notes.append("fits"))
+    for tag in ("note", "slow", "fits"):  # the process learns how long each takes
         world.run(world.schedule(tag, "learn"))
     slow = [world.schedule("slow", "outlast") for _ in range(3)]
     quick = [world.schedule() for _ in range(20)]
@@ -206,10 +212,12 @@ def test_slow_rows_run_after_quick_ones_of_their_priority_and_give_back_only_slo
     assert (report.ran, rows) == (21, 23), "rows that are given back count as what they would take"
     assert seconds == pytest.approx(3 * BUDGET_S, rel=0.5), "a slow row counts as one time budget"
     assert report.seconds > 3 * BUDGET_S
-    for priority, order in ((0, [1, 2, "slow"]), (1, ["slow", 1, 2])):
+    for tag, priority, order in (
+        ("slow", 0, [1, 2, "slow"]), ("slow", 1, ["slow", 1, 2]), ("fits", 0, ["fits", 1, 2])
+    ):  # fmt: skip
         world.notes.clear()
-        last = world.schedule("slow", priority=priority)
-        world.run(last, world.schedule(body=1), world.schedule(body=2))
+        first = world.schedule(tag, priority=priority)
+        world.run(first, world.schedule(body=1), world.schedule(body=2))
         assert world.notes == order
 
 

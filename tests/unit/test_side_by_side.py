@@ -10,7 +10,6 @@ from concurrent.futures import Executor
 from datetime import timedelta
 from itertools import repeat
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -19,7 +18,6 @@ from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, Snooze, Status
 from tests.unit.conftest import Gate, fail_settlements
 from tests.waiting import wait_until
 from tests.world import MakeWorld, World
-from tests.world.recording import ManualClock
 
 
 def run(body: Any) -> None: ...
@@ -87,17 +85,6 @@ def test_rows_without_a_thread_slot_within_the_time_budget_are_given_back(
     assert len(world.broker.armed) == 3
 
 
-def test_a_chunk_requests_as_many_rows_as_can_start_together(world: World) -> None:
-    world.delays.processor("wait", in_flight=20)(lambda body: time.sleep(0.1))
-    world.delays.processor("batch", batch=100)(lambda tasks: None)
-    report = world.run(*[world.schedule("wait") for _ in range(20)])
-    assert 0.1 <= report.seconds < 1.9, "20 rows of 100 ms in 20 places take as long as one"
-    assert report.wanted == 20
-    assert world.run(*[world.schedule("batch") for _ in range(10)]).wanted == 100
-    mostly_others = [world.schedule("wait"), world.schedule(), world.schedule()]
-    assert world.run(*mostly_others).wanted == 0
-
-
 # -- rows that outlast their chunk ----------------------------------------------------------------
 
 
@@ -160,24 +147,6 @@ def test_a_row_that_may_end_its_process_runs_when_no_other_row_runs(
     gate.is_open.set()
     assert running.result(5).detached == ()
     assert seen == [(0, ["DONE"] * len(others))], "what is finished is settled, too"
-
-
-def test_a_row_of_unknown_outcome_lapses_and_frees_its_thread_slot(world: World) -> None:
-    clock: Any = ManualClock(world.now())
-    world.set_clock(clock)
-
-    @world.delays.processor("wait", in_flight=1, retries="1m")
-    def work(is_lost: bool) -> None:
-        if is_lost:
-            clock.now_us = Mock(side_effect=delaytasks.StoreUnavailableError("what time is it?"))
-            raise ValueError
-
-    first, second = world.schedule("wait", True), world.schedule("wait", False)
-    world.run(first)
-    del clock.now_us
-    world.run(second)
-    assert world.statuses([first, second]) == ["RUNNING", "DONE"]
-    assert [fields["loop"] for fields in world.told("loop.failed")] == ["concurrent calls"]
 
 
 # -- coroutines -----------------------------------------------------------------------------------

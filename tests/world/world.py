@@ -96,10 +96,7 @@ STAGES = {
     "audit": "store.bulk.audit.purge",
     "report": "store.workers.report",
     "sign off": "store.workers.remove",
-    "own queues": "store.sweeps.levels",
-    "forget": "store.sweeps.forget_armed",
     "requested": "store.sweeps.begin_sweep",
-    "stale": "store.sweeps.stale_sweep_partitions",
 }
 
 #: The columns that make a row one that a worker runs.
