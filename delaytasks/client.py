@@ -794,7 +794,7 @@ class DelayTasks:
     def forecast(self, days: float = 7, *, processes: int | None = None) -> Forecast:
         """Compute what becomes due in each hour, and whether the processes of workers suffice.
 
-        The tasks that wait are counted, or estimated if there are very many. Occurrences of
+        Up to five million tasks that wait are counted, those that are due first. Occurrences of
         recurring schedules that have no tasks yet are added. Each task needs the mean duration
         that workers have measured for its tag in the last two days.
 

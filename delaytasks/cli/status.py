@@ -496,10 +496,10 @@ def _look_ahead(cli: Cli, days: float, processes: int | None) -> None:
 
     cli.import_processors()
     found = cli.delays.forecast(days, processes=processes)
-    about = "about " if found.is_estimate else ""
+    least = "at least " if found.is_cut else ""
     verb = "becomes" if found.due == 1 else "become"
     parts: list[Part] = [
-        f"{about}{count(found.due, 'task')} {verb} due until {show_instant(found.until)}",
+        f"{least}{count(found.due, 'task')} {verb} due until {show_instant(found.until)}",
         one_line(headline(found, lambda at: f"{at:%a} {show_instant(at)}"), LONGEST),
     ]
     hours = busiest(found, HOURS_SHOWN)

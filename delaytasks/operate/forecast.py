@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, FromClause, case, func, literal, select, tablesample
+from sqlalchemy import Connection, func, select
 
-from delaytasks.db.task_rows import has_status
-from delaytasks.db.types import epoch_s
-from delaytasks.model.clock import from_us, json_fields
+from delaytasks.model.clock import AN_HOUR, hour_of, json_fields
 from delaytasks.model.errors import DelayTaskError, InvalidInputError
 from delaytasks.model.inputs import check_integer, is_number, show_duration
 from delaytasks.model.moves import WAITING
 from delaytasks.model.text import count, shown, some_values
-from delaytasks.operate.state import estimate_rows
 from delaytasks.operate.statistics import COUNTS_KEPT, counts_by_tag
 from delaytasks.operate.why import Facts
 from delaytasks.run.observers import RunCounts
@@ -40,26 +37,21 @@ if TYPE_CHECKING:
 #: Seconds for which readers share a forecast, and at most if it took long: with millions of waiting
 #: rows, it costs the database seconds.
 KEPT_S, LONGEST_KEPT_S = 60.0, 3600.0
-HOUR_S, A_DAY = 3600, timedelta(days=1)
+HOUR_S = 3600
 MAX_DAYS, MAX_PROCESSES = 92, 1_000_000
 #: The duration of a task of which nothing is known, in seconds.
 ASSUMED_DURATION_S = 0.05
 #: The runs that a mean needs.
 LEAST_MEASURED_RUNS = 10
-#: Up to this number, PostgreSQL counts waiting rows exactly.
-MAX_EXACT = 200_000
-#: The most rows of a day that are counted.
-MAX_COUNTED = 1_000_000
-#: About this number of waiting rows is in a sample, for which about this number of rows is read.
-SAMPLED, MAX_READ = 100_000, 500_000
+#: The most rows that are counted.
+MAX_COUNTED = 5_000_000
 #: The most recurring schedules that are read, and the most occurrences that are computed.
-MAX_SCHEDULES, MAX_OCCURRENCES = 20_000, 50_000
+MAX_SCHEDULES, MAX_OCCURRENCES = 20_000, 200_000
 #: Names in one note.
 MAX_NAMES = 5
 
-#: The number of tasks of each hour, in hours since 1970, and of each tag. An estimate may be a
-#: fraction.
-Due = defaultdict[int, defaultdict[str, float]]
+#: The number of tasks by the start of the hour and the tag.
+Due = Counter[tuple[datetime, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +134,8 @@ class Forecast:
         The number of processes of all workers.
     due
         The number of tasks that become due, including the overdue ones.
-    is_estimate
-        Whether the numbers of tasks are estimates, because there are too many to count.
+    is_cut
+        Whether there are more tasks, which were not counted. Those that are due first were.
     hours
         The hours in which tasks become due, in order.
     tags
@@ -162,7 +154,7 @@ class Forecast:
     until: datetime
     processes: int
     due: int
-    is_estimate: bool
+    is_cut: bool
     hours: tuple[ForecastHour, ...]
     tags: tuple[TagForecast, ...]
     notes: tuple[str, ...] = ()
@@ -242,28 +234,31 @@ def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = Non
         if not processes:
             processes = runtime.celery.conf.worker_concurrency or os.cpu_count() or 1
             notes.append("No worker is alive, so the number of processes is assumed.")
-    due, is_estimate = _waiting(runtime.store, now, until)
+    due = Due()
+    is_cut = _add_waiting(due, runtime.store, now, until)
     if runtime.store.sweeps.has_due_schedule((until - now).total_seconds()):
-        is_estimate |= _add_occurrences(due, runtime.recurring_table, now, until)
+        is_cut |= _add_occurrences(due, runtime.recurring_table, now, until)
     tags = _tags(runtime, due, now)
     if assumed := sorted(tag for tag, found in tags.items() if not found.is_measured):
         notes.append(
             f"A duration of {show_duration(ASSUMED_DURATION_S)} is assumed for tags without "
             f"measurements: {some_values(assumed, MAX_NAMES)}."
         )
+    by_hour = defaultdict[datetime, Counter[str]](Counter)
+    for (hour, tag), number in due.items():
+        by_hour[hour][tag] = number
     hours = []
-    for hour, tasks in sorted(due.items()):
+    for hour, tasks in sorted(by_hour.items()):
         busy_s = sum(number * tags[tag].duration_s for tag, number in tasks.items()) / processes
-        largest = sorted(tasks, key=lambda tag: -tasks[tag])
-        by_tag = {tag: round(tasks[tag]) for tag in largest}
-        start = from_us(hour * HOUR_S * 1_000_000)
-        hours.append(ForecastHour(start, round(sum(tasks.values())), by_tag, busy_s, processes))
+        hours.append(
+            ForecastHour(hour, tasks.total(), dict(tasks.most_common()), busy_s, processes)
+        )
     return Forecast(
         made_at=now,
         until=until,
         processes=processes,
         due=sum(tag.due for tag in tags.values()),
-        is_estimate=is_estimate,
+        is_cut=is_cut,
         hours=tuple(hours),
         tags=tuple(sorted(tags.values(), key=lambda tag: (-tag.due, tag.tag))),
         notes=tuple(notes),
@@ -271,11 +266,9 @@ def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = Non
 
 
 def _tags(runtime: Runtime, due: Due, now: datetime) -> dict[str, TagForecast]:
-    measured = counts_by_tag(runtime.store, now - COUNTS_KEPT, now, None)
-    totals = defaultdict[str, float](float)
-    for tasks in due.values():
-        for tag, number in tasks.items():
-            totals[tag] += number
+    measured, totals = counts_by_tag(runtime.store, now - COUNTS_KEPT, now, None), Counter[str]()
+    for (_, tag), number in due.items():
+        totals[tag] += number
     found: dict[str, TagForecast] = {}
     for tag, number in totals.items():
         counts, processor = measured.get(tag, RunCounts()), runtime.registry.get(tag)
@@ -283,89 +276,50 @@ def _tags(runtime: Runtime, due: Due, now: datetime) -> dict[str, TagForecast]:
         duration_s = counts["duration_s"] / counts.started if is_measured else ASSUMED_DURATION_S
         # A process runs so many tasks concurrently, or in one batch.
         together = 1 if processor is None else max(processor.in_flight or 1, processor.batch or 1)
-        found[tag] = TagForecast(tag, round(number), duration_s / together, is_measured)
+        found[tag] = TagForecast(tag, number, duration_s / together, is_measured)
     return found
 
 
-def _add_occurrences(due: Due, table: RecurringTable, now: datetime, until: datetime) -> bool:
-    """Add the occurrences up to `until` that have no rows yet.
+def _add_waiting(due: Due, store: Store, now: datetime, until: datetime) -> bool:
+    """Count the rows that are due up to `until`, those that are due first.
 
-    Return whether some are estimates: the first occurrences of a schedule with very many are
-    computed, and the others follow from their mean interval.
+    Return whether there are more. Overdue rows count in the present hour. A statement counts the
+    rows of one hour, because an answer that takes longer than `ANSWER_LIMIT_S` ends all
+    connections.
+    """
+    t = store.schema.tasks.c
+    waits = select(t.tag).where(t.status.in_([int(status) for status in WAITING]))
+
+    def read(connection: Connection) -> bool:
+        hour, left, rows = hour_of(now), MAX_COUNTED, waits
+        while hour < until and left > 0:
+            end = hour + AN_HOUR
+            c = rows.where(t.expected_time < min(end, until)).limit(left).subquery().c
+            for tag, tasks in connection.execute(select(c.tag, func.count()).group_by(c.tag)):
+                due[hour, tag] += tasks
+                left -= tasks
+            hour, rows = end, waits.where(t.expected_time >= end)
+        return left <= 0
+
+    return store.database.autocommitted(read)
+
+
+def _add_occurrences(due: Due, table: RecurringTable, now: datetime, until: datetime) -> bool:
+    """Add the first occurrences up to `until` of each schedule that have no rows yet.
+
+    Return whether there are more.
     """
     coming = [
         (each, max(each.next_at, now))
         for each in table.page(None, None, None, MAX_SCHEDULES)
         if each.next_at is not None and each.next_at <= until
     ]
-    most = max(MAX_OCCURRENCES // max(len(coming), 1), 5)
-    is_estimate = False
+    most, has_more = MAX_OCCURRENCES // max(len(coming), 1), False
     for schedule, first in coming:
         try:
             times = [first, *islice(schedule.between(first, until), most)]
         except DelayTaskError:  # another program wrote the timing; the sweep reports it
             continue
-        for at in times:
-            due[int(at.timestamp()) // HOUR_S][schedule.tag] += 1
-        if len(times) > most:
-            is_estimate = True
-            interval_s = max((times[-1] - first).total_seconds() / most, 1.0)
-            begin, end = times[-1].timestamp() + interval_s, until.timestamp()
-            while begin < end:
-                in_hour_s = min(HOUR_S - begin % HOUR_S, end - begin)
-                due[int(begin // HOUR_S)][schedule.tag] += in_hour_s / interval_s
-                begin += in_hour_s
-    return is_estimate
-
-
-# -- the waiting rows -----------------------------------------------------------------------------
-
-
-def _waiting(store: Store, now: datetime, until: datetime) -> tuple[Due, bool]:
-    """Count the rows that are due up to `until`, and return whether the numbers are estimates.
-
-    If very many rows wait, PostgreSQL reads a random sample of the table's blocks. Other databases
-    have no samples. A statement counts the rows of one day, and a limited number of them, because
-    an answer that takes longer than `ANSWER_LIMIT_S` ends all connections.
-    """
-    t = store.schema.tasks
-
-    def read(connection: Connection) -> tuple[Due, bool]:
-        found: Due = defaultdict(lambda: defaultdict(float))
-        if store.database.can.block_samples:
-            waiting = estimate_rows(connection, select(t.c.id).where(has_status(t, *WAITING)))
-            if waiting > MAX_EXACT:
-                all_rows = estimate_rows(connection, select(t.c.id))
-                percent = 100 * min(SAMPLED / waiting, MAX_READ / max(all_rows, 1), 1.0)
-                # With a seed, two forecasts of an unchanged table are the same.
-                sample = tablesample(t, func.system(literal(percent)), seed=literal(0))
-                for hour, tag, tasks in _by_hour(connection, sample, now, None, until):
-                    found[hour][tag] += tasks * 100 / percent
-                return found, True
-        since, is_estimate = None, False
-        for day in range(math.ceil((until - now) / A_DAY)):
-            end = min(now + (day + 1) * A_DAY, until)
-            counted = _by_hour(connection, t, now, since, end)
-            for hour, tag, tasks in counted:
-                found[hour][tag] += tasks
-            is_estimate |= sum(tasks for _, _, tasks in counted) == MAX_COUNTED
-            since = end
-        return found, is_estimate
-
-    return store.database.autocommitted(read)
-
-
-def _by_hour(
-    connection: Connection, t: FromClause, now: datetime, since: datetime | None, until: datetime
-) -> list[tuple[int, str, int]]:
-    """Count waiting rows by hour and tag. Overdue rows count in the hour of `now`."""
-    due = t.c.expected_time
-    query = select(t.c.tag, due).where(t.c.status.in_([int(s) for s in WAITING]), due <= until)
-    if since is not None:
-        query = query.where(due > since)
-    rows = query.limit(MAX_COUNTED).subquery()
-    due = rows.c.expected_time
-    second = case((due <= now, int(now.timestamp())), else_=epoch_s(due))
-    hour = (second - second % HOUR_S).label("due_hour")
-    groups = select(hour, rows.c.tag, func.count()).group_by("due_hour", "tag")
-    return [(begin // HOUR_S, tag, tasks) for begin, tag, tasks in connection.execute(groups)]
+        due.update((hour_of(at), schedule.tag) for at in times)
+        has_more |= len(times) > most
+    return has_more

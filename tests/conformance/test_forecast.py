@@ -7,15 +7,11 @@ import os
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-import pytest
-from sqlalchemy import text
-
 from delaytasks import Forecast, NewTask, Status
 from tests.refusals import invalid
 from tests.world import MonkeyPatch, World
 
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
-EVEN, PEAK = 6000, 3000
 
 
 def dues(found: Forecast) -> dict[str, int]:
@@ -44,7 +40,7 @@ def test_tasks_are_counted_by_hour_and_tag(world: World) -> None:
     for days in (3, 8):
         world.delays.schedule_delay("report", {}, days * DAY)
     found = world.delays.forecast()
-    assert not found.is_estimate
+    assert not found.is_cut
     assert dues(found) == {"mail": 30, "report": 6}
     first, second = found.hours
     assert (first.due, first.due_by_tag) == (35, {"mail": 30, "report": 5})
@@ -62,31 +58,13 @@ def test_tasks_are_counted_by_hour_and_tag(world: World) -> None:
 # -- very many rows -------------------------------------------------------------------------------
 
 
-def test_very_many_tasks_are_estimated(world: World) -> None:
-    """They are due at any time of three days, and together at one time."""
-    if not world.can.block_samples:
-        return  # this database counts all rows
-    world.lower(tasks_counted_exactly=100, tasks_sampled=4000)
-    world.delays.schedule_many(NewTask("even", n, 3600 + n * 43.2) for n in range(EVEN))
-    at = world.now().replace(microsecond=0) + 30 * HOUR
-    world.delays.schedule_many(NewTask("peak", n, at=at) for n in range(PEAK))
-    with world.begin() as connection:
-        connection.execute(text(f"ANALYZE {world.table().name}"))
-    found = world.delays.forecast()
-    assert found.is_estimate
-    assert dues(found) == pytest.approx({"even": EVEN, "peak": PEAK}, rel=0.35)
-    assert found.peak is not None
-    assert next(iter(found.peak.due_by_tag)) == "peak"
-    assert [hour.start for hour in found.hours if "peak" in hour.due_by_tag] == [found.peak.start]
-
-
-def test_the_tasks_of_a_day_are_counted_up_to_a_limit(world: World) -> None:
+def test_tasks_that_are_due_first_are_counted_up_to_a_limit(world: World) -> None:
     world.lower(tasks_counted=20)
     for days in (0.5, 2.5, 2.6):
         world.delays.schedule_many(NewTask("mail", n, days * 86_400) for n in range(15))
     found = world.delays.forecast()
-    assert (found.due, found.is_estimate) == (35, True)
-    assert not world.delays.forecast(1).is_estimate
+    assert (found.due, found.is_cut) == (20, True)
+    assert (found.hours[0].due, world.delays.forecast(1).is_cut) == (15, False)
 
 
 # -- processes ------------------------------------------------------------------------------------
@@ -148,24 +126,23 @@ def test_occurrences_are_counted_once_with_and_without_a_task(world: World) -> N
     assert len(world.delays.find(tag="sync").tasks) == 1
     found = world.delays.forecast()
     assert dues(found) == {"report": 21, "sync": 168}
-    assert not found.is_estimate
+    assert not found.is_cut
     nines = [hour for hour in found.hours if "report" in hour.due_by_tag]
     assert {hour.start.hour for hour in nines} == {9}
 
 
-def test_schedules_with_very_many_occurrences_are_estimated(world: World) -> None:
+def test_the_first_occurrences_are_counted_up_to_a_limit(world: World) -> None:
     world.lower(occurrences_computed=100)
     world.delays.recurring.set("often", "sync", every="10s")
-    found = world.delays.forecast(1)
-    assert found.is_estimate
-    assert found.due == pytest.approx(8640, rel=0.01)
-    assert all(hour.due == pytest.approx(360, abs=2) for hour in found.hours[1:-1])
+    found, rows = world.delays.forecast(1), world.delays.find(tag="sync").tasks
+    assert (found.due - len(rows), found.is_cut) == (101, True)
 
 
 def test_missed_occurrences_are_due_now_and_a_broken_timing_stops_no_forecast(world: World) -> None:
     start = datetime(2020, 1, 1, tzinfo=timezone.utc)
     world.delays.recurring.set("hourly", "sync", every="1h", start=start)
     world.delays.recurring.set("broken", "report", cron="0 9 * * *", tz="UTC")
+    world.delete("tasks")  # which exist half a minute before a full hour
     world.set_columns("recurring", next_at=world.now() - 3 * HOUR)
     world.set_columns("recurring", {"name": "broken"}, timing="nonsense")
     assert dues(world.delays.forecast(1)) == {"sync": 25}

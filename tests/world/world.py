@@ -56,9 +56,7 @@ NASTY = (
 #: The limits that `World.lower` lowers, and their names in the code of today.
 LIMITS = {
     "changes_of_a_read": "operate.searches.MOST_CHANGES",
-    "tasks_counted_exactly": "operate.forecast.MAX_EXACT",
     "tasks_counted": "operate.forecast.MAX_COUNTED",
-    "tasks_sampled": "operate.forecast.SAMPLED",
     "occurrences_computed": "operate.forecast.MAX_OCCURRENCES",
     "named_queues_of_a_look": "worker.sweep.MOST_NAMED",
     "rows_of_a_purge": "worker.sweep.PURGE_ROWS",
