@@ -9,17 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Integer,
-    MetaData,
-    SmallInteger,
-    String,
-    Table,
-    delete,
-    select,
-)
+from sqlalchemy import BigInteger, Column, Integer, MetaData, Table, delete, select
 
 from chaos.history import RowChange
 from delaytasks.db.store import Store
@@ -32,11 +22,11 @@ _NOW = {
     "mysql": "UTC_TIMESTAMP(6)",
     "sqlite": "strftime('%Y-%m-%d %H:%M:%f000', 'now')",
 }
-#: The recorded columns of the row, by their names in the record.
-_SEEN = {
-    "status": "status", "version": "version", "runs": "runs", "lapses": "lapses",
-    "due": "expected_time", "lease_until": "lease_until", "worker": "worker",
-}  # fmt: skip
+#: The recorded columns of the row.
+_SEEN = (
+    *("status", "version", "runs", "lapses", "expected_time", "lease_until"),
+    *("worker", "tag", "task_key"),
+)
 
 
 class Recorder:
@@ -44,31 +34,20 @@ class Recorder:
 
     def __init__(self, store: Store) -> None:
         self._database = store.database
-        self._dialect = {"mariadb": "mysql"}.get(
-            name := store.database.url.get_backend_name(), name
-        )
-        self._tasks = store.schema.tasks.name
-        self._name = f"{self._tasks}_seen"
+        backend = store.database.backend
+        self._dialect = "mysql" if backend == "mariadb" else backend
+        tasks = store.schema.tasks
+        self._tasks, self._name = tasks.name, f"{tasks.name}_seen"
+        number = BigInteger().with_variant(Integer(), "sqlite")
         self._table = Table(
             self._name,
             MetaData(),
-            Column(
-                "seq",
-                BigInteger().with_variant(Integer(), "sqlite"),
-                primary_key=True,
-                autoincrement=True,
-            ),
+            Column("seq", number, primary_key=True, autoincrement=True),
             Column("id", BigInteger, nullable=False),
             Column("at", UTCDateTime, nullable=False),
-            Column("was", SmallInteger),
+            Column("was", Integer),
             Column("version_was", BigInteger),
-            Column("status", SmallInteger, nullable=False),
-            Column("version", BigInteger, nullable=False),
-            Column("runs", Integer, nullable=False),
-            Column("lapses", Integer, nullable=False),
-            Column("due", UTCDateTime, nullable=False),
-            Column("lease_until", UTCDateTime),
-            Column("worker", String(255)),
+            *(Column(name, tasks.c[name].type) for name in _SEEN),
         )
 
     def start(self) -> None:
@@ -111,19 +90,20 @@ class Recorder:
                     row.version,
                     row.runs,
                     row.lapses,
-                    to_us(row.due),
+                    to_us(row.expected_time),
                     None if row.lease_until is None else to_us(row.lease_until),
                     row.worker and sys.intern(row.worker),
+                    sys.intern(row.tag),
+                    row.task_key,
                 )
 
     def _triggers(self) -> list[str]:
         names = ", ".join(("id", "at", "was", "version_was", *_SEEN))
-        now = _NOW[self._dialect]
 
         def note(event: str) -> str:
             before = "OLD.status, OLD.version" if event == "update" else "NULL, NULL"
-            after = ", ".join(f"NEW.{column}" for column in _SEEN.values())
-            return f"INSERT INTO {self._name} ({names}) VALUES (NEW.id, {now}, {before}, {after});"
+            values = ["NEW.id", _NOW[self._dialect], before, *(f"NEW.{name}" for name in _SEEN)]
+            return f"INSERT INTO {self._name} ({names}) VALUES ({', '.join(values)});"
 
         heads = {
             event: f"CREATE TRIGGER {self._name}_{event} AFTER {event.upper()} "
@@ -138,7 +118,5 @@ class Recorder:
             f"IF TG_OP = 'INSERT' THEN {note('insert')} ELSE {note('update')} END IF; "
             "RETURN NULL; END $$"
         )
-        return [
-            function,
-            *(f"{head} EXECUTE FUNCTION {self._name}_note()" for head in heads.values()),
-        ]
+        execute = f"EXECUTE FUNCTION {self._name}_note()"
+        return [function, *(f"{head} {execute}" for head in heads.values())]

@@ -1,28 +1,23 @@
-"""The deployment of a chaos run: servers, proxies in front of them, two workers and two beats."""
+"""The servers of a run, and a deployment whose history is recorded."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import func, select
-
-from chaos.brokers import Broker, start_broker
-from chaos.celery_messages import NOTES
+from chaos.history import History, Recurs, own_environment, read
 from chaos.pids import children_of
-from chaos.project import time_environment
 from chaos.recorder import Recorder
-from delaytasks.db.store import Store
 from delaytasks.model.moves import LIVE
-from delaytasks.settings import load_settings
 from tests import running as faketime
-from tests.proxy import Proxy, proxy_to
+from tests.proxy import proxy_to
 from tests.running import Deployment, Process
-from tests.services import MariaDBServer, PostgresServer, RedisServer
+from tests.services import MariaDBServer, PostgresServer, RabbitServer, RedisServer
 
 #: Leases and sweeps are short, so that a run takes minutes.
 SETTINGS: dict[str, Any] = {
@@ -33,8 +28,6 @@ SETTINGS: dict[str, Any] = {
     "horizon": 10,
     "durable_eta": True,
 }
-#: The modules that workers import.
-PROJECT = ("chaos.project", "chaos.celery_messages")
 #: A worker may start while the broker is away, and then waits longer after each attempt.
 STARTED_S = 120.0
 
@@ -46,8 +39,8 @@ def exit_on_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-class ServerChoice(NamedTuple):
-    """The servers of a run."""
+class Site(NamedTuple):
+    """The kinds of the servers."""
 
     database: str
     broker: str
@@ -57,12 +50,98 @@ class ServerChoice(NamedTuple):
         return f"{self.database}, {self.broker}, timer {self.timer}"
 
 
-class SystemUnderTest:
-    def __init__(self, folder: Path, site: ServerChoice) -> None:
-        self.site, self.notes = site, folder / "notes"
+class Servers:
+    """Private servers, which end with `close`. SQLite has none."""
+
+    def __init__(
+        self, folder: Path, site: Site, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Start the servers; `environment` is added to that of the database."""
+        self.site, self._ends = site, ExitStack()
+        self.database: PostgresServer | MariaDBServer | None = None
+        self.broker: RedisServer | RabbitServer
+        folder.chmod(0o755)  # the database may run as another user
+        self.database_url = f"sqlite:///{folder / 'chaos.sqlite3'}"
+        try:
+            for part in ("database", "broker"):
+                (folder / part).mkdir()
+            if site.database != "sqlite":
+                kind: Any = MariaDBServer if site.database == "mariadb" else PostgresServer
+                self.database = kind(folder / "database", environment)
+                self._ends.callback(self.database.crash)
+                self.database_url = self.database.url
+            kind = RedisServer if site.broker == "redis" else RabbitServer
+            self.broker = kind(folder / "broker")
+            self._ends.callback(self.broker.stop)
+            #: The value of the setting `timer`.
+            self.timer = site.timer
+            if site.timer == "redis" != site.broker:
+                redis_server = RedisServer(folder)
+                self._ends.callback(redis_server.stop)
+                self.timer = redis_server.url
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._ends.close()
+        faketime.forget_the_dead()
+
+
+class System:
+    """A deployment whose history is recorded. With `database_url_of_workers`, workers use that."""
+
+    def __init__(
+        self,
+        folder: Path,
+        database_url: str,
+        broker_url: str,
+        ahead_s: int = 0,
+        database_url_of_workers: str | None = None,
+        **settings: Any,
+    ) -> None:
+        """Make the tables. The clock of the database is `ahead_s` ahead of that of this process."""
+        self.folder, self.notes = folder, folder / "notes"
+        # The files that a killed pool process leaves behind are deleted with the folder.
+        self.environment = {**own_environment(self.notes, ahead_s), "TMPDIR": str(folder)}
+        conf: dict[str, Any] = {"imports": ["chaos.project"]}
+        if database_url_of_workers is not None:
+            conf["delaytasks_database_url"] = database_url_of_workers
+        self.deployment = Deployment(
+            folder, database_url, broker_url, conf, **{**SETTINGS, **settings}
+        )
+        self.recorder = Recorder(self.deployment.store)
+        self.recorder.start()
+
+    def new_worker(self, **environment: str) -> Process:
+        own: dict[str, Any] = {**self.environment, **environment}
+        return self.deployment.worker(ready_s=STARTED_S, **own)
+
+    def close(self) -> None:
+        """End the processes, and remove the tables and queues."""
+        try:
+            self.recorder.stop()
+        finally:
+            self.deployment.close()
+
+    def live(self) -> int:
+        """Return the number of tasks that wait or run."""
+        counts = self.deployment.counted()
+        return sum(counts[status] for status in LIVE)
+
+    def history(self, recurring: Iterable[Recurs] = ()) -> History:
+        history = read(self.notes, self.recorder.changes())
+        history.join(recurring)
+        return history
+
+
+class ChaosSystem(System):
+    """Servers with proxies in front of them, two workers and two beats."""
+
+    def __init__(self, folder: Path, servers: Servers) -> None:
+        self.servers, self.site = servers, servers.site
         self.is_over = threading.Event()
-        #: The cleanup functions, called in reverse order.
-        self._ends: list[Callable[[], object]] = []
+        self._ends = ExitStack()
         try:
             self._start(folder)
         except BaseException:
@@ -70,54 +149,19 @@ class SystemUnderTest:
             raise
 
     def _start(self, folder: Path) -> None:
-        self.database = self._database(folder)
-        self.database_url = (
-            self.database.url if self.database else f"sqlite:///{folder / 'chaos.sqlite3'}"
-        )
-        self.broker: Broker = start_broker(self.site.broker, folder)
-        self._ends.append(self.broker.stop)
+        url, broker = self.servers.database_url, self.servers.broker
         #: The proxies in front of the database: one for producers and one for workers. SQLite has
         #: none.
-        self.links = [self._link(self.database_url) for _ in range(2)] if self.database else []
-        producers, workers = [link.url(self.database_url) for link in self.links] or [
-            self.database_url
-        ] * 2
-        self.broker_link = self._link(self.broker.url)
-        broker_url = self.broker_link.url(self.broker.url)
-        settings = {**SETTINGS, "timer": self.site.timer}
-        if self.site.timer == "redis" and self.site.broker == "rabbitmq":
-            redis_server = RedisServer(folder)
-            self._ends.append(redis_server.stop)
-            settings["timer"] = redis_server.url
-        self.producers_url = producers
-        self.deployment = Deployment(
-            folder,
-            workers,
-            broker_url,
-            {"imports": ["chaos.project", "chaos.celery_messages"]},
-            **settings,
-        )
-        self._ends.append(self.deployment.kill)
-        names = {name: self.deployment.settings[name] for name in ("namespace", "table_prefix")}
-        self.store = Store(
-            self.database_url, load_settings({}, {}, database_url=self.database_url, **names)
-        )
-        self.recorder = Recorder(self.store)
-        self.recorder.start()
+        self.links = [proxy_to(url) for _ in range(2)] if self.servers.database else []
+        self.broker_link = proxy_to(broker.url)
+        for link in (*self.links, self.broker_link):
+            self._ends.callback(link.close)
+        self.producers_url, workers_url = [link.url(url) for link in self.links] or [url] * 2
+        broker_url = self.broker_link.url(broker.url)
+        super().__init__(folder, url, broker_url, 0, workers_url, timer=self.servers.timer)
+        self._ends.callback(self.deployment.kill)
         self.workers = [self.new_worker(), self.new_worker()]
-        self.beats = [self.new_beat(), self.new_beat()]
-
-    def new_worker(self, **environment: str) -> Process:
-        # The files that a killed pool process leaves behind are deleted with the folder.
-        own: dict[str, Any] = {
-            **time_environment(),
-            "TMPDIR": str(self.deployment.folder),
-            NOTES: str(self.notes),
-        }
-        return self.deployment.worker(ready_s=STARTED_S, **{**own, **environment})
-
-    def new_beat(self, **environment: str) -> Process:
-        return self.deployment.beat(**environment)
+        self.beats = [self.deployment.beat(), self.deployment.beat()]
 
     def pools(self) -> list[list[int]]:
         """Return the pool processes of each worker."""
@@ -137,39 +181,6 @@ class SystemUnderTest:
         """Sleep until the time is over or the run ends."""
         self.is_over.wait(seconds)
 
-    def heal(self) -> None:
-        for link in (*self.links, *([self.broker_link] if self.broker_link else [])):
-            link.heal()
-
     def close(self) -> None:
-        """End all processes, and ignore their errors."""
         self.is_over.set()
-        while self._ends:
-            try:
-                self._ends.pop()()
-            except Exception:
-                continue  # the process is gone or never started
-        faketime.forget_the_dead()
-
-    def waiting(self) -> int:
-        t = self.store.schema.tasks
-        live = select(func.count()).where(t.c.status.in_([int(status) for status in LIVE]))
-        return int(self.store.database.autocommitted(lambda c: c.execute(live).scalar_one()))
-
-    def _database(self, folder: Path) -> PostgresServer | MariaDBServer | None:
-        if self.site.database == "sqlite":
-            return None
-        database_folder = folder / "database"
-        database_folder.mkdir()
-        server: PostgresServer | MariaDBServer
-        if self.site.database == "mariadb":
-            server = MariaDBServer(database_folder)
-        else:
-            server = PostgresServer(database_folder)
-        self._ends.append(server.crash)
-        return server
-
-    def _link(self, url: str) -> Proxy:
-        link = proxy_to(url)
-        self._ends.append(link.close)
-        return link
+        self._ends.close()

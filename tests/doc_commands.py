@@ -201,7 +201,8 @@ def _check_click(command: click.Command, words: list[str], where: str) -> None:
 
 def _check_dev(name: str, words: list[str], where: str) -> None:
     """Find the case of a command in `dev`, and its options in the source of what it runs."""
-    found = re.search(rf"(?ms)^    {name}\)(.*?);;$", (ROOT / "dev").read_text())
+    names = rf"(?:[\w |-]+\| )?{name}(?: \|[\w |-]+)?"
+    found = re.search(rf"(?ms)^    {names}\)(.*?);;$", (ROOT / "dev").read_text())
     assert found is not None, f"{where}: ./dev has no command {name}"
     for option in (word for word in words if word.startswith("--")):
         package = re.findall(r"-m (\w+)", found[1])[-1]

@@ -470,11 +470,21 @@ class RedisServer(Server):
         own = f"--port {self.port} --bind 127.0.0.1 --appendonly no --dir {folder} --save"
         super().__init__([program, *own.split(), "", "--logfile", str(log), *options], log)
 
-    def _answers(self) -> bool:
-        return redis_answers(self.url)
+    def start(self, is_empty: bool = True) -> None:
+        super().start()
+
+    def empty(self, queues: Iterable[str] = ()) -> None:
+        self.client().flushall()
+
+    def close_connections(self) -> None:
+        for kind in ("normal", "pubsub"):
+            self.client().client_kill_filter(_type=kind, skipme=True)
 
     def client(self) -> Redis:
         return Redis.from_url(self.url)
+
+    def _answers(self) -> bool:
+        return redis_answers(self.url)
 
 
 #: The original scripts of RabbitMQ; a distribution's wrapper would run them as another user.

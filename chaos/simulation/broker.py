@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from chaos.history import Fault, MessageRecord
+from delaytasks.broker.link import OutageError, Outgoing, Results
 from delaytasks.model.clock import to_us
+
+if TYPE_CHECKING:
+    from chaos.simulation.stage import Play
 
 #: The shares of messages that are lost, delivered twice, or delayed by a long time.
 LOST, DOUBLED, LATE = 0.04, 0.08, 0.04
 LATE_S = 6.0
+#: The share of Celery tasks that the broker does not confirm, in addition to those during an
+#: outage. It gets those that are not lost.
+UNCONFIRMED = 0.1
 
 
 class Message(NamedTuple):
@@ -66,6 +74,33 @@ class SimulatedBroker:
 
     def flush(self) -> None:
         self.messages.clear()
+
+
+class CeleryLink:
+    """Replaces the links that publish Celery tasks. The broker confirms each message it gets."""
+
+    def __init__(self, play: Play) -> None:
+        self._play = play
+
+    def publish(self, messages: Sequence[Outgoing]) -> Results:
+        play, results = self._play, list[Exception | None]()
+        for message in messages:
+            play.hazards.pass_by("publish", "before")
+            play.world.step()
+            if not play.broker.is_up:
+                results.append(OutageError("the broker is away"))
+                continue
+            id, now_us = int(message.options["headers"]["id"]), play.times.now_us
+            play.history.note(MessageRecord(id, "published", now_us))
+            drawn = play.chance.random()
+            if drawn > LOST:
+                play.history.note(MessageRecord(id, "begun", now_us))
+            play.hazards.pass_by("publish", "after")
+            if drawn < UNCONFIRMED:
+                lost_us = play.times.database_us
+                play.history.note(Fault("lost confirmation", "broker", lost_us, lost_us))
+            results.append(OutageError("no answer") if drawn < UNCONFIRMED else None)
+        return results
 
 
 class BrokerPublisher:

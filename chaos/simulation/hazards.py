@@ -108,7 +108,10 @@ def leases_of(host: Host) -> tuple[str, ...]:
 
 
 class StepProxy:
-    """A proxy of a part of the store. Each call is a step: other actors run before and after it."""
+    """A proxy of a part of the store. Each call is a step: other actors run before and after it.
+
+    A call within another one, for example within a transaction, is no step of its own.
+    """
 
     def __init__(self, part: Any, world: SimulatedWorld, hazards: Hazards) -> None:
         self._part = part
@@ -121,13 +124,19 @@ class StepProxy:
             return found
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            actor = self._world.running
+            if actor is None or actor.is_in_step:
+                return found(*args, **kwargs)
             self._world.step()
             self._hazards.pass_by(name, "before")
-            answer = found(*args, **kwargs)
-            if isinstance(answer, GeneratorType):
-                return self._each(
-                    name, list(answer)
-                )  # a cursor must not stay open while other actors write
+            actor.is_in_step = True
+            try:
+                answer = found(*args, **kwargs)
+                if isinstance(answer, GeneratorType):
+                    # A cursor must not stay open while other actors write.
+                    return self._each(name, list(answer))
+            finally:
+                actor.is_in_step = False
             self._hazards.pass_by(name, "after")
             self._world.step()
             return answer

@@ -33,7 +33,7 @@ def chaos(site: Sequence[str], *options: str) -> list[str]:
     pairs = zip(("database", "broker", "timer"), site, strict=True)
     names = (word for pair in pairs for word in pair)
     named = (f"--{w}" if n % 2 == 0 else w for n, w in enumerate(names))
-    return [sys.executable, "-m", "chaos", *options, *named]
+    return [sys.executable, "-m", "chaos", "chaos", *options, *named]
 
 
 @pytest.mark.parametrize("site", SITES, ids="-".join)

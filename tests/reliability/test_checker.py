@@ -2,110 +2,164 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pkgutil import resolve_name
 from typing import Any, Literal
 
 import pytest
 
 from chaos import history as records
-from chaos.checker import _LEGAL, Checker
-from chaos.claims_ahead import claimed_ahead
-from chaos.failpoints.catalogue import FAILPOINTS, Failpoint
-from chaos.history import ALL, CallRecord, Fault, History, Occurrence, RowChange, RunRecord
+from chaos.checker import _LEGAL, Checker, Verdict
+from chaos.failpoints import FAILPOINTS
+from chaos.history import (
+    ALL,
+    CallRecord,
+    Fault,
+    History,
+    MessageRecord,
+    Occurrence,
+    RowChange,
+    RunRecord,
+)
 from delaytasks import Status
-
-# The checker's treatment of unknown answers, and of faults that explain repeated runs
-
 
 NOW = 1_700_000_000_000_000
 S = 1_000_000
+WAITS, RUNS, DONE = Status.NOT_COMPLETE, Status.RUNNING, Status.DONE
+CANCELLED, FAILED = Status.CANCELLED, Status.FAILED
 #: A run without a claim is counted as a run that the schedule does not allow, too.
 WITHOUT_CLAIM = {"unexpected", "too often"}
 
 
+def us(second: float) -> int:
+    return int(NOW + second * S)
+
+
+def verdict_of(
+    noted: Iterable[Any], faults: Iterable[Fault] = (), by_s: float | None = None, quiet_s: int = 60
+) -> Verdict:
+    history = History(faults=list(faults))
+    for one in noted:
+        history.note(one)
+    by_us = None if by_s is None else us(by_s)
+    return Checker(history, quiet_us=us(quiet_s), by_us=by_us).verdict()
+
+
+def found(noted: Iterable[Any], faults: Iterable[Fault] = (), **times: Any) -> set[str]:
+    return set(verdict_of(noted, faults, **times).kinds())
+
+
 def calls(*answers: records.Answer) -> list[CallRecord]:
     """One task that is scheduled several times with its id, due immediately."""
-    times = [(answer, NOW + n * S) for n, answer in enumerate(answers)]
+    times = [(answer, us(n)) for n, answer in enumerate(answers)]
     return [CallRecord(1, "schedule", answer, at, at + S // 2, at) for answer, at in times]
 
 
-def row_and_run(at_us: int) -> tuple[list[RowChange], list[RunRecord]]:
+def asked(
+    answer: records.Answer, from_s: float, until_s: float, due_s: float | None, call: Any = None
+) -> CallRecord:
+    due_us = None if due_s is None else us(due_s)
+    return CallRecord(1, call or "schedule", answer, us(from_s), us(until_s), due_us)
+
+
+def row(*statuses: tuple[float, Status], due: float = 2, lapses: int = 0) -> list[RowChange]:
+    """A row with these statuses from these seconds on."""
+    made: list[RowChange] = []
+    for version, (second, status) in enumerate(statuses):
+        was = statuses[version - 1][1] if version else None
+        at_us, old = us(second), version - 1 if version else None
+        lease = (at_us + 60 * S, "w") if status is RUNS else (None, None)
+        counts = 0, lapses if version > 1 else 0
+        made.append(RowChange(1, at_us, was, status, old, version, *counts, us(due), *lease))
+    return made
+
+
+def ran_at(second: float) -> list[RowChange | RunRecord]:
     """A row that is inserted, runs and ends."""
-    waits, runs = Status.NOT_COMPLETE, Status.RUNNING
-    moves = [(None, waits), (waits, runs), (runs, Status.DONE)]
-    before = [None, 0, 1]
-    changes = [
-        RowChange(1, at_us + n * 1000, was, to, before[n], n, min(n, 1), 0, at_us, None, None)
-        for n, (was, to) in enumerate(moves)
-    ]
-    return changes, [RunRecord(1, 1, "w", at_us + 1500, at_us + 1800)]
+    changes = row((second, WAITS), (second + 0.001, RUNS), (second + 0.002, DONE), due=second)
+    return [*changes, RunRecord(1, 1, "w", us(second + 0.0015), us(second + 0.0018))]
 
 
-def found(history: History) -> set[str]:
-    return set(Checker(history, quiet_us=NOW + 60 * S).verdict().counts())
+# -- answers, due times and moves -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "answers", [("unknown",), ("unknown", "unknown"), ("unknown", "failed"), ("unknown", "ok")]
-)
-def test_a_task_with_an_unknown_answer_may_run(answers: tuple[records.Answer, ...]) -> None:
-    changes, ran = row_and_run(NOW + 3 * S)
-    assert found(History(calls(*answers), ran, changes)) == set()
+def after_done(to: Status, was: Status = DONE, version: int = 3) -> RowChange:
+    """A change of a row that `ran_at` has ended with version 2, and that is due later then."""
+    return RowChange(1, us(5), was, to, 2, version, 0, 0, us(70), None, None)
 
 
-ANSWERS: list[Any] = [(("unknown",), set()), (("failed",), set()), (("unknown", "failed"), set())]
-ANSWERS += [(("unknown", "ok"), {"lost"})]
+def given_up(lapses: int) -> RowChange:
+    return RowChange(1, NOW, RUNS, FAILED, 9, 10, 5, lapses, NOW, None, None)
 
 
-@pytest.mark.parametrize(("answers", "kinds"), ANSWERS)
-def test_an_unknown_answer_may_miss_its_task_unless_confirmed(answers: Any, kinds: Any) -> None:
-    assert found(History(calls(*answers))) == kinds
+#: What happened to a task, and what the checker finds.
+TASKS: dict[str, tuple[list[Any], set[str]]] = {
+    "with an unknown answer may run": ([*calls("unknown"), *ran_at(3)], set()),
+    "with two unknown answers may run": ([*calls("unknown", "unknown"), *ran_at(3)], set()),
+    "that was refused later may run": ([*calls("unknown", "failed"), *ran_at(3)], set()),
+    "that was confirmed later may run": ([*calls("unknown", "ok"), *ran_at(3)], set()),
+    "with an unknown answer may be missing": (calls("unknown"), set()),
+    "that was refused may be missing": (calls("failed"), set()),
+    "that was refused later may be missing": (calls("unknown", "failed"), set()),
+    "that was confirmed later is lost": (calls("unknown", "ok"), {"lost"}),
+    "that was refused ran": ([*calls("failed", "failed"), *ran_at(3)], {"unexpected"}),
+    "that was acknowledged ran early": ([asked("ok", -9, -8, 9), *ran_at(0)], {"early"}),
+    "with an unknown answer ran early": ([asked("unknown", -5, -4, 0), *ran_at(-3)], {"early"}),
+    # A producer that is killed during `reschedule` does not know the new due time.
+    "with an unknown due time is not early":
+        ([asked("ok", -9, -8, 9), asked("unknown", -7, 0, None, "reschedule"), *ran_at(0)], set()),
+    "whose workers died too rarely is lost":
+        ([*calls("ok"), given_up(4)], {"lost"}),
+    "whose workers died as often as allowed is not lost":
+        ([*calls("ok"), given_up(5)], set()),
+    "that was done is done again":
+        ([*calls("ok"), *ran_at(3), after_done(DONE)], {"double finish"}),
+    "that was done waits again": ([*calls("ok"), *ran_at(3), after_done(WAITS)], {"illegal move"}),
+    "that was done is changed by another program":
+        ([*calls("ok"), *ran_at(3), after_done(WAITS, version=2)], {"unfenced"}),
+    "whose changes are no chain":
+        ([*calls("ok"), *ran_at(3), after_done(FAILED, was=RUNS, version=9)], {"overwritten"}),
+}  # fmt: skip
 
 
-def test_a_refused_task_must_not_run() -> None:
-    changes, ran = row_and_run(NOW + 3 * S)
-    assert found(History(calls("failed", "failed"), ran, changes)) == {"unexpected"}
+@pytest.mark.parametrize("what", TASKS)
+def test_the_checker_judges_a_task(what: str) -> None:
+    noted, kinds = TASKS[what]
+    assert found(noted) == kinds
 
 
-def test_a_run_is_not_early_if_the_due_time_is_unknown() -> None:
-    """A producer that is killed during `reschedule` does not know the new due time."""
-    changes, ran = row_and_run(NOW)
-    asked = [CallRecord(1, "schedule", "ok", NOW - 9 * S, NOW - 8 * S, NOW + 9 * S)]
-    assert found(History(asked, ran, changes)) == {"early"}
-    asked.append(CallRecord(1, "reschedule", "unknown", NOW - 7 * S, NOW))
-    assert found(History(asked, ran, changes)) == set()
+def test_all_moves_of_the_table_are_legal() -> None:
+    assert {(WAITS, RUNS), (RUNS, DONE)} <= _LEGAL
 
 
-def test_a_task_with_an_unknown_answer_must_not_run_early() -> None:
-    changes, ran = row_and_run(NOW - 3 * S)
-    asked = [CallRecord(1, "schedule", "unknown", NOW - 5 * S, NOW - 4 * S, NOW)]
-    assert found(History(asked, ran, changes)) == {"early"}
+# -- faults that explain repeated runs ------------------------------------------------------------
 
 
-def lapsed(renewals: Sequence[int] = (), end_us: int = NOW + 6 * S, lease_s: int = 4) -> History:
+def lapsed(
+    renewals: Sequence[float] = (), end: float = 6, lease_s: int = 4, is_over: bool = True
+) -> list[Any]:
     """A task that ran twice.
 
     A process of w1 had the first claim for a lease, and renewed it at these times.
     """
-    waits, runs, first, second = Status.NOT_COMPLETE, Status.RUNNING, "w1@x/11-aa", "w2@x/22-bb"
-    changes = [RowChange(1, NOW, None, waits, None, 0, 0, 0, NOW, None, None)]
-    for was, version, at in [(waits, 0, NOW + S), *((runs, 1, at_us) for at_us in renewals)]:
-        changes.append(RowChange(1, at, was, runs, version, 1, 1, 0, NOW, at + lease_s * S, first))
+    first, second = "w1@x/11-aa", "w2@x/22-bb"
+    changes = [RowChange(1, NOW, None, WAITS, None, 0, 0, 0, NOW, None, None)]
+    for was, version, at in [(WAITS, 0, us(1)), *((RUNS, 1, us(at)) for at in renewals)]:
+        changes.append(RowChange(1, at, was, RUNS, version, 1, 1, 0, NOW, at + lease_s * S, first))
     changes += [
-        RowChange(1, end_us, runs, waits, 1, 2, 1, 1, NOW, None, None),
-        RowChange(1, NOW + 27 * S, waits, runs, 2, 3, 2, 1, NOW, NOW + 31 * S, second),
-        RowChange(1, NOW + 28 * S, runs, Status.DONE, 3, 4, 2, 0, NOW, None, second),
+        RowChange(1, us(end), RUNS, WAITS, 1, 2, 1, 1, NOW, None, None),
+        RowChange(1, us(27), WAITS, RUNS, 2, 3, 2, 1, NOW, us(31), second),
     ]
-    ran = [RunRecord(1, 1, "11", NOW + S), RunRecord(1, 3, "22", NOW + 27 * S, NOW + 28 * S)]
-    return History(calls("ok"), ran, changes)
+    if is_over:
+        changes.append(RowChange(1, us(28), RUNS, DONE, 3, 4, 2, 0, NOW, None, second))
+    runs = [RunRecord(1, 1, "11", us(1)), RunRecord(1, 3, "22", us(27), us(28))]
+    return [*calls("ok"), *changes, *runs]
 
 
 def fault(
-    effect: records.Effect, *owners: str, since_s: float = 2, until_s: float = 5, **more: bool
+    effect: records.Effect, *owners: str, since_s: float = 2, until_s: float = 5, **more: Any
 ) -> Fault:
-    times = NOW + int(since_s * S), NOW + int(until_s * S)
-    return Fault("as asked", "x", *times, effect, owners, **more)
+    return Fault("as asked", "x", us(since_s), us(until_s), effect, owners, **more)
 
 
 OTHER_WORKERS = [fault("dead", "w2@x/"), fault("away", "w2@x/"), fault("dead", "w11@x/")]
@@ -117,9 +171,9 @@ def away(*spans: tuple[float, float]) -> list[Fault]:
 
 
 TWICE_RUN = {"duplicated"}
-RENEWED: dict[str, Any] = {"renewals": (NOW + 3 * S, NOW + 20 * S), "end_us": NOW + 25 * S}
-EARLY: dict[str, Any] = {"end_us": NOW + 3 * S}
-LONG: dict[str, Any] = {"end_us": NOW + 12 * S, "lease_s": 20}
+RENEWED: dict[str, Any] = {"renewals": (3, 20), "end": 25}
+EARLY: dict[str, Any] = {"end": 3}
+LONG: dict[str, Any] = {"end": 12, "lease_s": 20}
 #: The faults of the first claim, what else is different, and what the checker finds.
 SECOND_RUNS: dict[str, tuple[list[Fault], dict[str, Any], set[str]]] = {
     "of a dead worker": ([fault("dead", "w1@x/")], {}, set()),
@@ -155,155 +209,107 @@ SECOND_RUNS: dict[str, tuple[list[Fault], dict[str, Any], set[str]]] = {
 @pytest.mark.parametrize("what", SECOND_RUNS)
 def test_the_checker_judges_a_second_run(what: str) -> None:
     faults, changes, kinds = SECOND_RUNS[what]
-    history = lapsed(**changes)
-    history.faults = faults
-    verdict = Checker(history, quiet_us=NOW + 60 * S).verdict()
-    assert set(verdict.counts()) == kinds
-    assert kinds or verdict.explained == 1
-
-
-def forgotten(claim_s: float) -> History:
-    """A task that ran twice, of whose first claim the database knows nothing."""
-    changes, ran = row_and_run(NOW + 10 * S)
-    first = RunRecord(1, NOW + int(claim_s * S), "11", NOW + 10 * S)
-    return History(calls("ok"), [first, *ran], changes)
+    verdict = verdict_of(lapsed(**changes), faults)
+    assert set(verdict.kinds()) == kinds
+    assert kinds or verdict.counts["duplicates explained"] == 1
 
 
 @pytest.mark.parametrize(
-    ("claim_s", "kinds"), [(1.2, set()), (4.9, set()), (0.9, WITHOUT_CLAIM), (5.1, WITHOUT_CLAIM)]
+    ("claim_s", "is_lossy", "kinds"),
+    [
+        (1.2, True, set()),
+        (4.9, True, set()),
+        (0.9, True, WITHOUT_CLAIM),
+        (5.1, True, WITHOUT_CLAIM),
+        (4.9, False, WITHOUT_CLAIM),
+    ],
 )
-def test_a_crash_explains_a_run_claimed_just_before_it(claim_s: float, kinds: set[str]) -> None:
-    history = forgotten(claim_s)
-    history.faults = [fault("away", *ALL, loses_claims=True)]
-    verdict = Checker(history).verdict()
-    assert set(verdict.counts()) == kinds
-    assert verdict.explained == (0 if kinds else 1)
+def test_only_a_crash_explains_a_run_claimed_just_before_it(
+    claim_s: float, is_lossy: bool, kinds: set[str]
+) -> None:
+    """The database knows nothing of the first of two claims."""
+    first = RunRecord(1, us(claim_s), "11", us(10))
+    crash = fault("away", *ALL, loses_claims=is_lossy)
+    verdict = verdict_of([*calls("ok"), first, *ran_at(10)], [crash])
+    assert set(verdict.kinds()) == kinds
+    assert verdict.counts["duplicates explained"] == (0 if kinds else 1)
 
 
-def test_another_fault_does_not_explain_a_run_without_a_claim() -> None:
-    history = forgotten(4.9)
-    history.faults = [fault("away", *ALL)]
-    assert found(history) == WITHOUT_CLAIM
+# -- time -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("by_s", "kinds"), [(9, set()), (15, {"late"}), (26, {"late"}), (29, set())]
 )
 def test_a_task_finished_after_the_deadline_is_late(by_s: int, kinds: set[str]) -> None:
-    history = lapsed()
-    history.faults = [fault("dead", "w1@x/")]
-    verdict = Checker(history, quiet_us=NOW + 60 * S, by_us=NOW + by_s * S).verdict()
-    assert set(verdict.counts()) == kinds
+    assert found(lapsed(), [fault("dead", "w1@x/")], by_s=by_s) == kinds
 
 
-def test_a_task_that_never_ends_is_reported_once_as_stuck() -> None:
-    history = lapsed()
-    history.faults = [fault("dead", "w1@x/")]
-    history.changes = history.changes[:-1]
-    for quiet_s in (30, 60):  # its lease is still valid, and is over
-        verdict = Checker(history, quiet_us=NOW + quiet_s * S, by_us=NOW + 29 * S).verdict()
-        assert verdict.counts() == {"stuck": 1}
+@pytest.mark.parametrize("quiet_s", [30, 60])
+def test_a_task_that_never_ends_is_reported_once_as_stuck(quiet_s: int) -> None:
+    """Its lease is still valid, or is over."""
+    noted, faults = lapsed(is_over=False), [fault("dead", "w1@x/")]
+    assert verdict_of(noted, faults, by_s=29, quiet_s=quiet_s).kinds() == {"stuck": 1}
 
 
-@pytest.mark.parametrize(("lapses", "is_lost"), [(4, True), (5, False)])
-def test_a_task_whose_workers_all_died_is_not_lost(lapses: int, is_lost: bool) -> None:
-    failed = RowChange(1, NOW, Status.RUNNING, Status.FAILED, 9, 10, 5, lapses, NOW, None, None)
-    assert ("lost" in found(History(calls("ok"), [], [failed]))) == is_lost
+@pytest.mark.parametrize(
+    ("bounds_s", "kinds"), [(None, set()), ((1, 26), set()), ((99, 24), {"late"})]
+)
+def test_tasks_run_within_the_bounds_of_a_fault(bounds_s: Any, kinds: set[str]) -> None:
+    """The task runs 25 s after its worker was killed, and has lost a lease."""
+    verdict = verdict_of(lapsed(), [fault("dead", "w1@x/", bounds_s=bounds_s)])
+    assert set(verdict.kinds()) == kinds
+    [recovery] = verdict.recoveries
+    assert recovery.seconds == 25
 
 
-def test_rows_that_a_process_claims_while_it_runs_another_one_are_counted() -> None:
-    """Process a claims the rows 1 and 2, and row 3 while it runs row 1. Process b has row 4."""
-    claims = [(1, NOW, "a"), (2, NOW, "a"), (3, NOW + 2 * S, "a"), (4, NOW + 2 * S, "b")]
-    changes = [
-        RowChange(id, at, Status.NOT_COMPLETE, Status.RUNNING, 0, 1, 1, 0, NOW, at + 4 * S, worker)
-        for id, at, worker in claims
-    ]
-    spans = [(1, NOW + S, NOW + 3 * S), (2, NOW + 3 * S, NOW + 4 * S)]
-    runs = [RunRecord(number, 1, "a", began, ended) for number, began, ended in spans]
-    assert claimed_ahead(History([], runs, changes)) == 1
+# -- durable Celery tasks -------------------------------------------------------------------------
 
-
-# The checker finds each way in which a durable Celery task may break its promises
-
-
-WAITS, RUNS, DONE = Status.NOT_COMPLETE, Status.RUNNING, Status.DONE
-CANCELLED, FAILED = Status.CANCELLED, Status.FAILED
-#: The seconds of a row that is published as it should be, and its statuses from then on.
+#: The statuses of a row that is published as it should be, twice, or after its first message.
 PUBLISHED = ((0, WAITS), (2, RUNS), (3, DONE))
-
-
-def row(*statuses: tuple[float, Status], due: float = 2, lapses: int = 0) -> list[RowChange]:
-    made: list[RowChange] = []
-    for version, (second, status) in enumerate(statuses):
-        was = statuses[version - 1][1] if version else None
-        at_us, due_us = int(NOW + second * S), int(NOW + due * S)
-        by = "w" if status is RUNS else None
-        lease_us = at_us + 60 * S if status is RUNS else None
-        old = version - 1 if version else None
-        lost = lapses if version > 1 else 0
-        made.append(RowChange(1, at_us, was, status, old, version, 0, lost, due_us, lease_us, by))
-    return made
+TWICE = ((0, WAITS), (2, RUNS), (3, WAITS), (4, RUNS), (5, DONE))
+LATE = ((0, WAITS), (5, RUNS), (6, DONE))
+REVOKED = ((0, WAITS), (3, RUNS), (4, DONE))
+NEVER: dict[str, Any] = {"published": (), "begun": ()}
+LOST, TWICE_PUBLISHED = {"lost"}, (2.5, 4.5)
 
 
 def found_of_messages(
     changes: list[RowChange],
     published: tuple[float, ...] = (2.5,),
-    ran: tuple[float, ...] = (2.7,),
+    begun: tuple[float, ...] = (2.7,),
     answer: Any = "ok",
     revoke: CallRecord | None = None,
     faults: tuple[Fault, ...] = (),
 ) -> set[str]:
-    call = CallRecord(1, "schedule", answer, NOW, NOW + 1000, NOW + 2 * S, 1000, is_celery=True)
-    history = History(
-        [call, *([revoke] if revoke else [])],
-        changes=changes,
-        faults=list(faults),
-        publications=[records.PublishRecord(1, int(NOW + s * S)) for s in published],
-        deliveries=[records.DeliveryRecord(1, int(NOW + s * S)) for s in ran],
-    )
-    return set(Checker(history, quiet_us=NOW + 60 * S).verdict().counts())
+    messages = [MessageRecord(1, "published", us(s)) for s in published]
+    messages += [MessageRecord(1, "begun", us(s)) for s in begun]
+    call = asked(answer, 0, 0.001, 2)
+    return found([call, *([revoke] if revoke else []), *changes, *messages], faults)
 
 
 def revoked(second: float, answer: Any = "ok") -> CallRecord:
-    asked_us = int(NOW + second * S)
-    return CallRecord(1, "revoke", answer, asked_us, asked_us + 1000)
+    return asked(answer, second, second + 0.001, None, "revoke")
 
 
 def message_fault(second: float, **effects: Any) -> Fault:
-    at_us = int(NOW + second * S)
-    return Fault("broker killed", "Redis", at_us, at_us + S, **effects)
+    return fault("none", since_s=second, until_s=second + 1, **effects)
 
 
-TWICE = ((0, WAITS), (2, RUNS), (3, WAITS), (4, RUNS), (5, DONE))
-#: The only claim comes after the first message.
-LATE = ((0, WAITS), (5, RUNS), (6, DONE))
-NEVER: dict[str, Any] = {"published": (), "ran": ()}
-LOST, TWICE_PUBLISHED = {"lost"}, (2.5, 4.5)
-
-
-@pytest.mark.parametrize("status", [DONE, FAILED, CANCELLED])
-def test_a_row_that_ends_without_a_published_message_is_lost(status: Status) -> None:
-    assert found_of_messages(row((0, WAITS), (2, RUNS), (3, status)), **NEVER) == LOST
-
-
-@pytest.mark.parametrize("due", [2.6, 2])
-def test_a_message_is_not_published_before_its_time(due: float) -> None:
-    """Neither before the time of the row nor before that of the call."""
-    assert found_of_messages(row((0, WAITS), (1, RUNS), (3, DONE), due=due), (1.5,)) == {"early"}
-
-
-def test_a_message_is_not_published_without_a_claim() -> None:
-    assert "unexpected" in found_of_messages(row(*PUBLISHED), (1.9, 2.5))
-
-
-REVOKED = ((0, WAITS), (3, RUNS), (4, DONE))
 #: The statuses of a row, what happened to its message, and what the checker finds.
 MESSAGES: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
     "is published once and in time": (PUBLISHED, {}, set()),
     "of a row that was given up is lost": (((0, WAITS), (2, RUNS), (3, FAILED)), {}, LOST),
+    "of a row that is done was never published": (PUBLISHED, NEVER, LOST),
+    "of a row that failed was never published": (((0, WAITS), (2, RUNS), (3, FAILED)), NEVER, LOST),
+    "of a row that nobody cancelled": (((0, WAITS), (2, RUNS), (3, CANCELLED)), NEVER, LOST),
     "of an acknowledged call has a row": ((), NEVER, LOST),
     "of a call that was rolled back is not published": ((), {**NEVER, "answer": "failed"}, set()),
     "of a call that was rolled back is published": ((), {"answer": "failed"}, {"unexpected"}),
+    "is published before the time that was asked for":
+        (((0, WAITS), (1, RUNS), (3, DONE)), {"published": (1.5,)}, {"early"}),
+    "is published before its claim":
+        (PUBLISHED, {"published": (1.9, 2.5)}, {"unexpected", "early"}),
     "is published after its acknowledged revoke":
         (REVOKED, {"published": (3.5,), "revoke": revoked(1)}, {"revoked"}),
     "is published after a revoke of which nobody knows":
@@ -332,13 +338,13 @@ MESSAGES: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
         {"published": (2.5, 5.5), "faults": (message_fault(4, loses_claims=True),)},
         {"unexpected"},
     ),
-    "does not reach its task": (PUBLISHED, {"ran": ()}, LOST),
+    "does not reach its task": (PUBLISHED, {"begun": ()}, LOST),
     "does not reach its task because of a fault that loses none":
-        (PUBLISHED, {"ran": (), "faults": (message_fault(2.5),)}, LOST),
+        (PUBLISHED, {"begun": (), "faults": (message_fault(2.5),)}, LOST),
     "does not reach its task because of a fault that loses some":
-        (PUBLISHED, {"ran": (), "faults": (message_fault(2.5, loses_messages=True),)}, set()),
+        (PUBLISHED, {"begun": (), "faults": (message_fault(2.5, loses_messages=True),)}, set()),
     "does not reach its task long before a fault that loses some":
-        (PUBLISHED, {"ran": (), "faults": (message_fault(40, loses_messages=True),)}, LOST),
+        (PUBLISHED, {"begun": (), "faults": (message_fault(40, loses_messages=True),)}, LOST),
 }  # fmt: skip
 
 
@@ -348,25 +354,32 @@ def test_the_checker_judges_a_message_that(what: str) -> None:
     assert found_of_messages(row(*statuses), **happened) == kinds
 
 
-# The checker finds each way in which a recurring schedule may break its promises
+def test_a_message_is_not_published_before_the_time_of_its_row() -> None:
+    statuses = row((0, WAITS), (1, RUNS), (3, DONE), due=2.6)
+    assert found_of_messages(statuses, published=(2.5,)) == {"early"}
 
 
-#: The occurrences of each schedule: five, one in each second.
-FIRST, LAST = NOW + S, NOW + 5 * S
+# -- recurring schedules --------------------------------------------------------------------------
+
+Seconds = tuple[float, float, float]
 
 
 def found_of_schedules(
-    *occurrences: Occurrence,
+    *occurrences: Seconds,
     missed: Literal["all", "latest"] = "all",
     overlap: Literal["allow", "skip"] = "allow",
 ) -> set[str]:
-    some = records.Occurrences("report", S, FIRST, LAST, list(occurrences), missed, overlap)
-    return set(Checker(History(occurrences=[some])).verdict().counts())
+    """A schedule of five occurrences, one in each second. Each has the seconds of its time, of
+    its row, and of the end of the row.
+    """
+    found = [Occurrence(*map(us, each)) for each in occurrences]
+    some = records.Recurs("report", S, us(1), us(5), missed, overlap, found=found)
+    return set(Checker(History(recurring=[some])).verdict().kinds())
 
 
-def ahead(*seconds: float) -> list[Occurrence]:
+def ahead(*seconds: float) -> list[Seconds]:
     """Occurrences whose tasks were made ten seconds before, and ended a moment after."""
-    return tasks(*((s, s - 10, s + 0.001) for s in seconds))
+    return [(s, s - 10, s + 0.001) for s in seconds]
 
 
 MADE: list[Any] = [([1, 2, 3, 4, 5], set()), ([1, 2, 3, 4, 5, 6], set())]
@@ -380,46 +393,35 @@ def test_each_occurrence_has_exactly_one_task(seconds: Any, kinds: set[str], mis
     assert found_of_schedules(*ahead(*seconds), missed=missed) == kinds
 
 
-@pytest.mark.parametrize(("missed", "kinds"), [("all", {"left out"}), ("latest", set())])
-def test_after_an_outage_only_the_latest_may_have_a_task(missed: Any, kinds: set[str]) -> None:
-    """No sweep takes place from the second occurrence until after the fourth one."""
-    late = Occurrence(NOW + 4 * S, NOW + 4 * S + S // 2, NOW + 4 * S + S // 2)
-    assert found_of_schedules(*ahead(1), late, *ahead(5), missed=missed) == kinds
+#: No sweep takes place from the second occurrence until after the fourth one. The fifth one gets
+#: its task before its time.
+OUTAGE = [*ahead(1), (4, 4.5, 4.5), *ahead(5)]
+WITHOUT_THE_LATEST = [*ahead(1, 2, 3), (5, 4.5, 5)]
+#: The third occurrence has no task. The task before it runs then, or has ended.
+BUSY: list[Seconds] = [(1, 0, 1.5), (2, 1.6, 3.7), (4, 3.8, 4.5), (5, 4.6, 5.1)]
+FREE: list[Seconds] = [(1, 0, 1.5), (2, 1.6, 2.2), (4, 2.3, 4.5), (5, 4.6, 5.1)]
+OVERLAPPING: list[Seconds] = [(1, 0, 1.5), (2, 1.4, 2.2), (3, 2.3, 3.1), (4, 3.2, 4.1)]
+OVERLAPPING += [(5, 4.2, 5.1)]
+POLICIES: list[Any] = [
+    (OUTAGE, "all", "allow", {"left out"}),
+    (OUTAGE, "latest", "allow", set()),
+    (WITHOUT_THE_LATEST, "latest", "allow", {"left out"}),
+    (BUSY, "latest", "skip", set()),
+    (BUSY, "latest", "allow", {"left out"}),
+    (FREE, "latest", "skip", {"left out"}),
+    (OVERLAPPING, "latest", "skip", {"overlapped"}),
+    (OVERLAPPING, "latest", "allow", set()),
+]
 
 
-def test_the_latest_occurrence_of_an_outage_has_a_task() -> None:
-    """The fourth occurrence has passed when the fifth gets its task before its time."""
-    made_us = NOW + 4 * S + S // 2
-    schedules = [*ahead(1, 2, 3), Occurrence(NOW + 5 * S, made_us)]
-    assert found_of_schedules(*schedules, missed="latest") == {"left out"}
+@pytest.mark.parametrize(("occurrences", "missed", "overlap", "kinds"), POLICIES)
+def test_the_policy_decides_which_occurrences_have_no_task(
+    occurrences: list[Seconds], missed: Any, overlap: Any, kinds: set[str]
+) -> None:
+    assert found_of_schedules(*occurrences, missed=missed, overlap=overlap) == kinds
 
 
-def tasks(*times: tuple[float, float, float]) -> list[Occurrence]:
-    """Occurrences, when their tasks were made, and when these ended."""
-    return [Occurrence(*(int(NOW + s * S) for s in each)) for each in times]
-
-
-def test_an_occurrence_is_skipped_while_the_task_before_it_runs() -> None:
-    some = tasks((1, 0, 1.5), (2, 1.6, 3.7), (4, 3.8, 4.5), (5, 4.6, 5.1))
-    assert found_of_schedules(*some, missed="latest", overlap="skip") == set()
-    assert found_of_schedules(*some, missed="latest") == {"left out"}
-
-
-def test_an_occurrence_is_not_skipped_after_the_task_before_it_has_ended() -> None:
-    some = tasks((1, 0, 1.5), (2, 1.6, 2.2), (4, 2.3, 4.5), (5, 4.6, 5.1))
-    assert found_of_schedules(*some, missed="latest", overlap="skip") == {"left out"}
-
-
-def test_tasks_of_a_schedule_without_overlap_do_not_wait_for_each_other() -> None:
-    some = tasks((1, 0, 1.5), (2, 1.4, 2.2), (3, 2.3, 3.1), (4, 3.2, 4.1), (5, 4.2, 5.1))
-    assert found_of_schedules(*some, missed="latest", overlap="skip") == {"overlapped"}
-
-
-def test_all_moves_of_the_table_are_legal() -> None:
-    assert {(Status.NOT_COMPLETE, Status.RUNNING), (Status.RUNNING, Status.DONE)} <= _LEGAL
-
-
-@pytest.mark.parametrize("failpoint", FAILPOINTS, ids=lambda failpoint: failpoint.name)
-def test_each_failpoint_is_at_a_method_that_exists(failpoint: Failpoint) -> None:
+@pytest.mark.parametrize("failpoint", FAILPOINTS.values(), ids=lambda failpoint: failpoint.name)
+def test_each_failpoint_is_at_a_method_that_exists(failpoint: Any) -> None:
     for path in failpoint.methods:
         assert callable(resolve_name(f"delaytasks.{path}"))

@@ -38,7 +38,10 @@ def run_once(world: World, recorder: Recorder, **changes: Any) -> Verdict:
     assert world.settle(claimed)
     if changes:
         world.change(task, version=world.read(task).version + 1, **changes)
-    history = History([called], [ran], list(recorder.changes()))
+    history = History()
+    noted: list[Any] = [called, ran, *recorder.changes()]
+    for one in noted:
+        history.note(one)
     return Checker(history, 5, to_us(world.now())).verdict()
 
 
@@ -51,6 +54,6 @@ def test_moves_of_a_run_are_noted_and_nothing_is_found(world: World, recorder: R
 
 def test_a_finding_contains_the_whole_story_of_its_task(world: World, recorder: Recorder) -> None:
     verdict = run_once(world, recorder, status=int(Status.NOT_COMPLETE))
-    assert "illegal move" in verdict.counts()
+    assert "illegal move" in verdict.kinds()
     words = ("producer: schedule", "processor: version", "row: new -> NOT_COMPLETE 0", "DONE")
     assert all(each in str(verdict) for each in words), str(verdict)
