@@ -9,10 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import closing
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkContext, SpawnContext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -68,9 +65,13 @@ class Printer(SlowBroker):
         return True
 
 
+def arm_last() -> None:
+    ArmingThread(Printer()).arm([entry(2)])
+
+
 BEGIN = """
-import atexit, os
-from tests.unit.test_background import ArmingThread, Printer, entry
+import atexit, multiprocessing, os
+from tests.unit.test_background import ArmingThread, Printer, arm_last, entry
 timer = ArmingThread(Printer())
 """
 USE, REGISTER = "timer.arm([entry(1)])", "atexit.register(lambda: timer.arm([entry(2)]))"
@@ -86,46 +87,24 @@ if pid == 0:
     os._exit(not timer.flush())
 os.waitpid(pid, 0)
 """
+CHILD = """
+child = multiprocessing.get_context({!r}).Process(target=arm_last)
+child.start()
+child.join()
+timer.arm([entry(1)])
+"""
 #: A handler that was registered before the first call runs after the timer's own.
 SCRIPTS = {"before": f"{REGISTER}\n{USE}", "after": f"{USE}\n{REGISTER}", "gevent": GEVENT}
+SCRIPTS |= {method: CHILD.format(method) for method in ("fork", "spawn")}
 
 
 @pytest.mark.parametrize("code", SCRIPTS.values(), ids=SCRIPTS)
-def test_tasks_of_exit_handlers_and_of_children_that_gevent_patches_are_sent(code: str) -> None:
+def test_tasks_of_exit_handlers_and_of_children_are_sent(code: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", BEGIN + code]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0
     assert run.stderr == "" or code is GEVENT
     assert sorted(run.stdout.split()) == ["1", "2"]
-
-
-class PipeTimer(SlowBroker):
-    """Send the ids of the armed entries through a pipe."""
-
-    def __init__(self, pipe: Connection) -> None:
-        super().__init__()
-        self.pipe = pipe
-
-    def arm(self, entries: Iterable[Entry]) -> bool:
-        self.pipe.send([entry.id for entry in entries])
-        return True
-
-
-def arm_last(pipe: Connection) -> None:
-    ArmingThread(PipeTimer(pipe)).arm([entry(7)])
-
-
-@pytest.mark.parametrize("context", [ForkContext(), SpawnContext()])
-def test_the_last_tasks_of_a_multiprocess_child_are_sent(context: Any) -> None:
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=arm_last, args=(sender,))
-    child.start()
-    sender.close()
-    with receiver:
-        assert receiver.poll(20)
-        assert receiver.recv() == [7]
-    child.join(10)
-    assert child.exitcode == 0
 
 
 UWSGI = [({"processes": b"4"}, False), ({"enable-threads": True}, True), ({"threads": b"2"}, True)]
