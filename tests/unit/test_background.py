@@ -119,7 +119,7 @@ def test_uwsgi_without_threads_is_recognized(
         assert arms_in_background(delays) is expected
 
 
-def test_after_a_failure_of_a_call_its_rows_do_not_count_as_armed_and_others_are_sent(
+def test_after_a_failure_rows_do_not_count_as_armed(
     timer: ArmingThread, caplog: pytest.LogCaptureFixture
 ) -> None:
     timer.broker.fails = 1
@@ -138,7 +138,7 @@ def refuse(_: threading.Thread) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_without_threads_calls_send_and_a_thread_that_died_is_replaced(
+def test_calls_send_without_threads_and_replace_dead_ones(
     timer: ArmingThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:

@@ -79,9 +79,7 @@ def delays(sqlite_path: Callable[..., str]) -> Iterator[DelayTasks]:
         yield delays
 
 
-def test_an_instance_that_is_closed_and_no_longer_used_is_freed(
-    sqlite_path: Callable[..., str],
-) -> None:
+def test_a_closed_instance_is_freed(sqlite_path: Callable[..., str]) -> None:
     open_store(sqlite_path()).close()
     delays = delays_on(sqlite_path(), tags="any")
     delays.schedule_delay("mail", None, 60)

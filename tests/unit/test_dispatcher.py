@@ -175,9 +175,7 @@ def test_other_bursts_are_run_from_their_entries(main: Main, row_s: float, entri
 # -- drains of queues whose rows are overdue ------------------------------------------------------
 
 
-def test_processes_drain_a_large_backlog_in_turn_with_others_until_the_worker_stops(
-    draining: Main,
-) -> None:
+def test_processes_drain_a_backlog_in_turn_with_other_queues(draining: Main) -> None:
     main = draining
     assert main.continue_s() == [CONTINUE_S] * 2
     assert not main.others_wait

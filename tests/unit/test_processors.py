@@ -344,9 +344,7 @@ QUEUES |= {"report.daily": "slow", "report.other": "short", "report.daily.too": 
 QUEUES |= {"sms.a": "sms", "sms.c": "other"}
 
 
-def test_a_tag_uses_its_queue_or_best_pattern_and_of_equal_ones_the_first(
-    make_world: MakeWorld,
-) -> None:
+def test_a_tag_uses_its_queue_or_the_best_pattern(make_world: MakeWorld) -> None:
     world = make_world(queues=MAPPING)
     assert {tag: world.schedule(tag).queue for tag in QUEUES} == QUEUES
     patterns = {"a.*": "x", "*.b": "y"}

@@ -62,9 +62,7 @@ def post(make_world: MakeWorld, redis_url: str) -> Iterator[RedisWorker]:
         yield post
 
 
-def test_a_worker_takes_what_it_can_run_and_notices_new_entries_queues_and_losses(
-    post: RedisWorker,
-) -> None:
+def test_a_worker_notices_new_entries_queues_and_losses(post: RedisWorker) -> None:
     post.arm(range(1, 201))
     post.start()
     wait_until(lambda: post.here() >= 40 and post.left()[1] == 0, 5, "the first ones")

@@ -171,9 +171,7 @@ def test_no_row_is_started_if_its_lease_may_be_over_or_its_worker_may_count_as_l
     assert world.run(*map(world.read, tasks)).ran == (0 if settings else 3)
 
 
-def test_a_settlement_waits_for_the_database_and_a_refused_one_affects_no_other(
-    world: World,
-) -> None:
+def test_settlements_wait_for_the_database_and_a_refused_one_is_alone(world: World) -> None:
     fail_settlements(world, [e.StoreUnavailableError("away")] * 2)
     world.run(first := world.schedule())
     assert (world.statuses([first]), world.count("settle.waits")) == (["DONE"], 2)
@@ -188,9 +186,7 @@ def test_a_settlement_waits_for_the_database_and_a_refused_one_affects_no_other(
 # -- tag costs ------------------------------------------------------------------------------------
 
 
-def test_slow_rows_run_after_quick_ones_of_their_priority_and_give_back_only_slow_ones(
-    make_world: MakeWorld,
-) -> None:
+def test_quick_rows_run_before_slow_ones_which_are_given_back(make_world: MakeWorld) -> None:
     world = make_world(_chunk_time_budget_s=BUDGET_S)
 
     def work(body: Any) -> None:
@@ -260,21 +256,20 @@ def test_recovered_rows_share_the_backlogs_time(make_world: MakeWorld, ahead: Ma
     for number in range(20):
         world.schedule(body=number)
 
-    def drain(most: int) -> list[Any]:
+    #: Seconds that pass, the rows of the next drain, and what it runs.
+    steps: list[tuple[float, int, list[Any]]] = [
+        (0, 2, [0, 1]),  # that there are recovered rows is not known yet
+        (RECOVERED_S, 3, [2, 3, "waits 60"]),
+        (59, 2, [4, 5]),  # others have half of the time
+        (2, 1, ["lapsed"]),
+        (RECOVERED_S, 2, [6]),  # there was none
+        (0, 2, [7, 8]),
+    ]
+    for seconds, most, ran in steps:
+        ahead.at += seconds
         world.notes.clear()
         assert world.drain(most=most).is_full
-        return world.notes
-
-    assert drain(2) == [0, 1], "that there are some is not known yet"
-    ahead.at += RECOVERED_S
-    assert drain(3) == [2, 3, "waits 60"]
-    ahead.at += 59
-    assert drain(2) == [4, 5], "others have half of the time"
-    ahead.at += 2
-    assert drain(1) == ["lapsed"]
-    ahead.at += RECOVERED_S
-    assert drain(2) == [6], "there was none"
-    assert drain(2) == [7, 8]
+        assert world.notes == ran
 
 
 # -- entries that the claim does not return ------------------------------------------------------
@@ -434,9 +429,7 @@ def leased(make_world: MakeWorld, time: ManualTime) -> World:
     return world
 
 
-def test_check_lease_raises_before_a_lease_ends_and_uses_no_attempt(
-    leased: World, time: ManualTime
-) -> None:
+def test_check_lease_raises_before_a_lease_ends(leased: World, time: ManualTime) -> None:
     worker = leased.worker()
 
     @leased.delays.processor("long")

@@ -32,9 +32,7 @@ def lapsed(world: World, **fields: Any) -> DelayedTask:
 
 
 @pytest.mark.parametrize("crashes", [True, False], ids=["a crash", "an outage"])
-def test_after_a_sweep_that_did_not_send_all_the_next_one_arms_all(
-    world: World, crashes: bool
-) -> None:
+def test_a_sweep_that_did_not_send_all_is_made_again(world: World, crashes: bool) -> None:
     ids = [task.id for task in world.put_many(2500, due_s=19.9)]
     arm, calls = world.broker.arm, iter([True, False])
 
@@ -354,9 +352,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_workers_share_the_tasks_by_the_sizes_of_their_pools(
-    make_world: MakeWorld, name: str
-) -> None:
+def test_workers_share_tasks_by_their_pool_sizes(make_world: MakeWorld, name: str) -> None:
     queue, pool, size, silent_s, (least, most) = OTHERS[name]
     world = make_world()
     world.serve("a", "default", pool="direct/prefork", size=1)
