@@ -81,6 +81,7 @@ DIFFERENCES: list[tuple[dict[str, Any], str]] = [
     ({"body": {"order": 8}}, "body: expected {'order': 8}, got {'order': 7}"),
     ({"queue": "r"}, "queue: expected 'r', got 'q'"),
     ({"within": "20m"}, "within: expected 20m, got in "),
+    ({"at": datetime(2099, 1, 1, tzinfo=timezone.utc)}, "at: expected datetime.datetime(2099"),
 ]
 
 
