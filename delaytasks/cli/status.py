@@ -180,7 +180,7 @@ def warnings_of(delays: DelayTasks) -> list[str]:
             f"{count(group.tasks, 'late task')} of the tag {group.tag} in the queue {group.queue}: "
             f"{group.reason.text}"
             for group in found.late
-            if not group.is_expected
+            if group.reason.code not in ("due", "limit", "paused")  # they wait for their turn
         ]
         if found.problem is not None:
             warnings.append(f"{runtime.store.database.shown_url}: {found.problem}")
@@ -345,7 +345,7 @@ def gather(cli: Cli) -> dict[str, Any]:
     document = {
         "now": state.now,
         "verdict": verdict_of(state).as_json(),
-        "counts": {status.name: count.rows for status, count in state.counts.items()},
+        "counts": state.rows,
         "estimated": [status.name for status, count in state.counts.items() if count.is_estimate],
         "live": {
             **live_total,

@@ -93,7 +93,8 @@ FEW_RUNS, SMALL_SHARE = 5, 0.05
 def _failures(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     news = [group for group in state.groups if group.is_news]
     about = "about " if state.counts[Status.FAILED].is_estimate else ""
-    flaw = f"{about}{count(state.failed, 'task')} failed"
+    all_failed = state.rows["FAILED"]
+    flaw = f"{about}{count(all_failed, 'task')} failed"
     for group in news:
         failed = _failed_runs(group, state, zone)
         if group.tasks:
@@ -111,7 +112,7 @@ def _failures(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
         is_much = group in much
         level: Severity = "warning" if is_much else "note"
         yield Problem(level, text, "failure", {"name": group.name}, flaw if is_much else "")
-    others = state.failed - sum(group.tasks for group in news)
+    others = all_failed - sum(group.tasks for group in news)
     if others and (state.has_all_failures or not news):
         text = f"{count(others, 'task')} failed more than an hour ago."
         yield Problem("note", text, "failures")
@@ -168,7 +169,7 @@ def verdict_of(
 
 def _headline(state: DeploymentState, flaw: str) -> str:
     if not state.alive:
-        if state.waiting or state.overdue:
+        if state.rows["NOT_COMPLETE"] or state.overdue:
             return "Stopped. No worker is alive."
         return "Idle. No worker is alive, and no task waits."
     if state.overdue:
@@ -178,7 +179,7 @@ def _headline(state: DeploymentState, flaw: str) -> str:
 
 
 def _stopped(state: DeploymentState) -> Iterator[Problem]:
-    numbers = {"waiting": state.waiting, "running": state.running}
+    numbers = {"waiting": state.rows["NOT_COMPLETE"], "running": state.rows["RUNNING"]}
     tasks = " and ".join(
         f"{tasks_are(number)} {word}" for word, number in numbers.items() if number
     )

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.events import Events
 from delaytasks.loops import Loop
-from delaytasks.model.errors import ConfigError, StoreError
+from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LATE_S, late_start
+from delaytasks.model.text import needs_extra
 from delaytasks.operate.forecast import KEPT_S, LONGEST_KEPT_S, Forecast, make_forecast
 from delaytasks.operate.serving import SharedCache
 from delaytasks.operate.state import DeploymentState, ask_broker
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
     from delaytasks.worker.worker_runtime import WorkerRuntime
 
-try:
+with needs_extra("prometheus", "an endpoint for Prometheus"):
     from prometheus_client import CollectorRegistry, Histogram, make_wsgi_app, start_http_server
     from prometheus_client.exposition import write_to_textfile
     from prometheus_client.metrics_core import (
@@ -43,10 +44,6 @@ try:
         Metric,
     )
     from prometheus_client.registry import Collector
-except ImportError as missing:
-    raise ConfigError(
-        "metrics for Prometheus need prometheus_client: pip install 'delaytasks[prometheus]'"
-    ) from missing
 
 WSGIApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 #: A value, None if there is none now, or the values by the label or by a tuple of labels.
@@ -208,8 +205,7 @@ class DatabaseMetrics(Collector):
 def table_metrics(found: DeploymentState) -> Iterator[Metric]:
     """Yield what the tables contain."""
     about = "Rows of each status. Numbers above a million, and that of DONE then, are estimates."
-    rows = {status.name: count.rows for status, count in found.counts.items()}
-    yield gauge("tasks", about, rows, "status")
+    yield gauge("tasks", about, found.rows, "status")
     about = "Waiting tasks that are later than the grace period."
     yield gauge("overdue_tasks", about, found.overdue)
     about = "How late the oldest overdue task is; 0 if no task is overdue."

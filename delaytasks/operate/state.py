@@ -151,8 +151,6 @@ def _server(connection: Connection) -> str:
 MAX_OVERDUE_QUEUES = 1_000
 #: The groups with the most tasks, which have reasons.
 MAX_EXPLAINED_GROUPS = 20
-#: Late tasks with these reasons need no operator.
-_EXPECTED_CODES = ("due", "limit", "paused")
 
 
 class OverdueGroup(NamedTuple):
@@ -165,11 +163,6 @@ class OverdueGroup(NamedTuple):
     #: The lateness of the oldest task.
     late_s: float
     reason: Reason
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether the tasks wait for their turn, and not for an operator."""
-        return self.reason.code in _EXPECTED_CODES
 
 
 class Overdue(NamedTuple):
@@ -439,7 +432,7 @@ class DeploymentState(Facts):
     def add_failures(self) -> None:
         """Read the failures, the late starts, and the numbers of tasks of the policies."""
         store = self.store
-        failed, self.has_all_failures = failed_tasks(store) if self.failed else ([], True)
+        failed, self.has_all_failures = failed_tasks(store) if self.rows["FAILED"] else ([], True)
         self.policies, held = with_counts(store.policies, self.policies)
         # Tasks may have moved between two queries. The sentences of the verdict contain the later
         # numbers, so the counts have them too.
@@ -452,20 +445,9 @@ class DeploymentState(Facts):
         self.groups = groups_of(failed, self.now, counted, started, last)
 
     @property
-    def waiting(self) -> int:
-        return self.counts[Status.NOT_COMPLETE].rows
-
-    @property
-    def running(self) -> int:
-        return self.counts[Status.RUNNING].rows
-
-    @property
-    def failed(self) -> int:
-        return self.counts[Status.FAILED].rows
-
-    @property
-    def held(self) -> int:
-        return self.counts[Status.HELD].rows
+    def rows(self) -> dict[str, int]:
+        """The number of tasks by the name of the status."""
+        return {status.name: count.rows for status, count in self.counts.items()}
 
     @property
     def oldest_overdue_s(self) -> float:

@@ -79,7 +79,7 @@ def metric_names() -> set[str]:
     worker = metrics.WorkerMetrics(of)
     lists = dict.fromkeys("late sweeps workers alive".split(), ())
     numbers = dict.fromkeys("overdue oldest_overdue_s expired_leases beat_age_s".split(), 0)
-    empty: Any = SimpleNamespace(counts={}, **lists, **numbers)
+    empty: Any = SimpleNamespace(rows={}, **lists, **numbers)
     peak = metrics.peak_metrics(None, from_us(0))
     found = chain(metrics.table_metrics(empty), peak, worker.collect())
     names = {f"delaytasks_{name}_up" for name in ("database", "broker", "redis_timer")}
