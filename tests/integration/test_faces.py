@@ -56,6 +56,9 @@ from tests.unit.test_cli import commands
 from tests.waiting import wait_until
 from tests.world.recording import delays_on
 
+#: The user of the process, who is the actor of a command without --actor.
+USER = "bob"
+
 # -- Faces ----------------------------------------------------------------------------------------
 
 
@@ -302,7 +305,7 @@ def arranged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def delays(arranged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayTasks]:
     """A deployment of its own for a test."""
-    monkeypatch.setenv("LOGNAME", WHO)
+    monkeypatch.setenv("LOGNAME", USER)
     for file in arranged.parent.iterdir():
         shutil.copy(file, tmp_path)
     with closing(new_delays(tmp_path / arranged.name)) as made:
@@ -341,7 +344,8 @@ def test_an_operation_has_the_same_effect_on_each_face(
     assert answer.code == caller.DONE, answer
     assert changes(before, state_of(delays)) == example.effect
     is_audited = face is Console or example.kind == "many"
-    assert new_entries(delays) == [(example.action, WHO, "done")] * is_audited
+    actor = WHO if face is Console else USER
+    assert new_entries(delays) == [(example.action, actor, "done")] * is_audited
 
 
 @on_each_face(REFUSED)
