@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
-from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,9 +66,9 @@ class Tracked(TrackedWaitlists):
         self.update([WaitlistState(*MAIL, free, recheck_s)])
         return self.check_in_s
 
-    def ends(self, free: int, is_probe: bool = False) -> float:
+    def ends(self, free: int) -> float:
         """A process returns from the waitlist and reports this number of free slots."""
-        self.update([WaitlistState(*MAIL, free)], MAIL, is_probe)
+        self.update([WaitlistState(*MAIL, free)], MAIL)
         return self.check_in_s
 
     @property
@@ -108,19 +106,6 @@ def test_a_full_waitlist_is_checked_again_later(found: Tracked) -> None:
     assert found.visits(1, WAITLIST_RECHECK_S) == [MAIL]
     found.visit_failed(MAIL)
     assert found.check_in_s == 0.04, "the process that looked has died"
-
-
-def test_probes_without_success_become_rarer_down_to_one_a_second(found: Tracked) -> None:
-    found.sees(1)
-    assert found.visits() == [MAIL]
-    assert found.visits(3, tracked_waitlists.PROBE_S) == [MAIL, MAIL, None]
-    found.ends(0, is_probe=True)
-    waits = []
-    for _ in range(5):
-        waits.append(found.ends(0, is_probe=True))
-        assert found.visits() == [None]
-        assert found.visits(2, waits[-1]) == [MAIL, None]
-    assert waits == [0.4, 0.8, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S]
 
 
 def test_many_waitlists_are_checked_rarely(found: Tracked, monkeypatch: MonkeyPatch) -> None:
@@ -246,28 +231,6 @@ def test_after_each_failure_a_service_rests_and_changes_are_reported_once(time: 
     assert not broker.is_resting
     assert not broker.is_up, "nobody has asked"
     assert told == ["first", "up", "third"]
-
-
-def test_threads_that_notice_a_failure_simultaneously_report_it_once() -> None:
-    class Watched(Availability):
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name == "is_up":
-                sleep(0)  # another thread may run between the read of the state and its change
-            super().__setattr__(name, value)
-
-    told: list[str] = []
-    broker, start = Watched(told.append, lambda: told.append("up")), threading.Barrier(8)
-
-    def find_out(_: int) -> None:
-        for _ in range(200):
-            start.wait()
-            broker.failed("down")
-            start.wait()
-            broker.answered()
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(find_out, range(8)))
-    assert told == ["down", "up"] * 200
 
 
 def test_a_fork_waits_for_threads_in_the_gate_and_no_thread_enters_meanwhile() -> None:

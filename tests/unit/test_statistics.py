@@ -25,8 +25,6 @@ from delaytasks.run.observers import RunCounts, error_pattern
 from tests.world import MainProcess, MakeWorld, MonkeyPatch, World
 
 NOON = datetime(2030, 1, 31, 12, tzinfo=UTC)
-#: Pixels of a letter in the labels of the axes.
-LETTER = 6.5
 
 # -- histograms and counts, which can be added and written in compact form ------------------------
 
@@ -186,19 +184,6 @@ def test_labels_are_at_the_midnights_of_the_viewer_or_at_hours_that_exist(axis: 
     midnight, share = next(each for each in found if " " in each[0])
     hours = 24 - start.hour - start.minute / 60
     assert share == pytest.approx(hours * 60 / int(minutes) / int(number), abs=0.001), midnight
-
-
-@pytest.mark.parametrize("step_s", [60, 600, 3600, 7200, 86_400])
-@pytest.mark.parametrize("number", [1, 5, 30, 60, 120, 169, 400])
-def test_labels_do_not_overlap(step_s: int, number: int) -> None:
-    labels = times(NOON - timedelta(minutes=20), timedelta(seconds=step_s), number)
-    assert len(labels) < 10
-    ends = [LEFT - 6.0]
-    for label, share in labels:
-        x, half = LEFT + share * (WIDTH - LEFT - RIGHT), len(label) * LETTER / 2
-        assert ends[-1] < x - half
-        ends.append(x + half)
-    assert ends[-1] < WIDTH
 
 
 @pytest.mark.parametrize(("hours", "end"), [(1, "13:00"), (168, "2030-02-07 12:00")])
