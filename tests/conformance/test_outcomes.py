@@ -10,13 +10,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Column, Integer, MetaData, Table, insert, select, update
+from sqlalchemy import Column, Integer, MetaData, Table, insert, select
 from sqlalchemy.orm import Session
 
 import delaytasks as e
 from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, Snooze, Status
-from delaytasks.db.task_rows import TaskKeys
-from tests.world import MonkeyPatch, World
+from tests.world import World
 
 # How attempts end, on each database: retry schedules, outcomes, attempts
 
@@ -145,25 +144,6 @@ def test_a_task_whose_key_went_to_another_one_does_not_run_again(world: World) -
     assert world.read(newer[0]).status is Status.NOT_COMPLETE
     with pytest.raises(e.DuplicateTaskError):
         world.schedule("pay", key="7")
-
-
-def test_a_retry_during_a_purge_keeps_the_attempts(world: World, monkeypatch: MonkeyPatch) -> None:
-    raises(world, "pay", ValueError())
-    task, other = world.schedule("pay"), world.schedule("pay")
-    world.run(task, other)
-    old = world.now() - timedelta(days=1)
-    for each in (task, other):
-        world.change(each, expected_time=old, update_time=old)
-    lock_all = TaskKeys.lock_all  # runs between the read and the delete
-
-    def retried_meanwhile(keys: TaskKeys, on: Any, tasks: Any) -> Any:
-        t = world.table()
-        on.execute(update(t).where(t.c.id == task.id).values(update_time=world.now()))
-        return lock_all(keys, on, tasks)
-
-    monkeypatch.setattr(TaskKeys, "lock_all", retried_meanwhile)
-    assert world.store.sweeps.purge(3600, 10) == 1
-    assert len(world.attempts(task)) == len(world.rows(select(world.table("attempts")))) == 1
 
 
 def test_a_batch_ends_each_of_its_tasks_and_keeps_their_failed_attempts(world: World) -> None:

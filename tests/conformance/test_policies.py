@@ -435,25 +435,3 @@ def test_a_server_with_equally_many_changes_is_found(world: World, reader: Polic
     child = PolicyReader(world)
     child.follow(pickle.loads(pickle.dumps(reader.stamp)))
     assert child.stamp == reader.stamp
-
-
-def test_a_late_refresh_replaces_no_newer_policies(world: World, reader: PolicyReader) -> None:
-    limit(world, "mail", 1)
-    reader.refresh()
-    limit(world, "mail", 2)
-
-    def overtake() -> None:
-        reader.after_read = lambda: None
-        limit(world, "mail", 3)
-        reader.refresh()
-
-    reader.after_read = overtake
-    assert reader.refresh()["mail"].concurrency == 3
-
-
-def test_chunks_of_other_threads_discard_no_read(world: World, reader: PolicyReader) -> None:
-    reader.refresh()
-    limit(world, "mail", 1)
-    # In a pool of threads, a chunk begins while the thread of the policies reads.
-    reader.after_read = lambda: reader.follow(reader.stamp)
-    assert reader.refresh()["mail"].concurrency == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from delaytasks import Policy
 from delaytasks.model.policies import PolicyCache, PolicyRead, Stamp
 from tests.world.world import World
@@ -15,15 +13,12 @@ class PolicyReader:
     def __init__(self, world: World) -> None:
         #: The number of policies that each read returned.
         self.read: list[int] = []
-        #: Called after each read, before its result is used.
-        self.after_read: Callable[[], object] = lambda: None
         self._table = world.store.policies
         self._cache = PolicyCache(self._changes)
 
     def _changes(self, known: Stamp | None) -> PolicyRead:
         found = self._table.unless_known(known)
         self.read.append(0 if found.policies is None else len(found.policies.all))
-        self.after_read()
         return found
 
     def refresh(self) -> dict[str, Policy]:
