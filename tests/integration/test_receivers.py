@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from delaytasks.callbacks import webhook
 from delaytasks.callbacks.signatures import SigningKeys
 from delaytasks.model.clock import wall_ms
-from tests.ui.test_console_mounts import AsgiClient
+from tests.integration.test_mounts import AsgiClient
 
 OLD, NEW, OTHER = ("whsec_" + base64.b64encode(byte * 32).decode() for byte in (b"o", b"n", b"x"))
 #: Sends a payload and headers; returns the status and the arguments of the view.

@@ -1,0 +1,207 @@
+"""The commands `serve` and `access`: servers of their own, their users and their keys."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from delaytasks import ConfigError
+from delaytasks.cli import servers
+from delaytasks.cli.main import main
+from delaytasks.cli.servers import Place, make_server
+from delaytasks.console.application import standalone
+from delaytasks.console.viewers import FIRST_USER
+from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, new_entry
+from delaytasks.http_api.routes import make_api
+from delaytasks.settings import Address
+from tests.running import ROOT
+from tests.ui.console_site import make_delays, served, token_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, in which a module has an app whose database has tables."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DELAYTASKS_DATABASE_URL", "sqlite:///a.sqlite3")
+    monkeypatch.setenv("DELAYTASKS_APP", "served_app")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    app = "from celery import Celery; from delaytasks import DelayTasks\n"
+    app += "app = Celery('served', set_as_current=False); delays = DelayTasks(app)\n"
+    Path("served_app.py").write_text(app)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "served_app", raising=False)
+    assert call("db", "upgrade").exit_code == 0
+    return tmp_path
+
+
+def call(*words: str) -> Any:
+    return CliRunner().invoke(main, words)
+
+
+def test_access_adds_lists_and_removes_users_and_keys(folder: Path) -> None:
+    def access(words: str, exit_code: int = 0) -> str:
+        said = call("access", *words.split())
+        assert said.exit_code == exit_code, said.output
+        return str(said.output)
+
+    key = access("api shop --scope schedule:order.* --scope read --keys keys.json").strip()
+    found = ApiKeyFile(folder / "keys.json").find(key)
+    assert found is not None
+    assert found.name == "shop"
+    shown = {"name": "shop", "scopes": ["schedule:order.*", "read"]}
+    assert json.loads(access("api --json --keys keys.json")) == [shown]
+    assert "schedule:order.*, read" in access("api --keys keys.json")
+    for wrong in ("shop --scope read", "other --scope admin", "other"):
+        access(f"api {wrong} --keys keys.json", exit_code=2)
+    password = "--password a-long-password"
+    stored = "stored the user ann with the role operate\n"
+    assert access(f"console ann --role operate {password}") == stored
+    assert json.loads(access("console --json")) == [{"name": "ann", "role": "operate"}]
+    assert access(f"console ann {password}") == stored, "a new password keeps the role"
+    assert "'NAME'" in access("console --remove", exit_code=2)
+    assert "--scope requires access api" in access("console ann --scope read", exit_code=2)
+    for remove in ("api shop --remove --keys keys.json", "console ann --remove"):
+        access(remove)
+        access(remove, exit_code=2)
+
+
+def test_serve_serves_console_api_and_metrics_with_the_keys_of_the_data_folder(
+    folder: Path,
+) -> None:
+    key = call("access", "api", "shop", "--scope", "read").output.strip()
+    command = [sys.executable, "-m", "delaytasks", "serve", "--json"]
+    command += ["--console", "0", "--api", "[::1]:0/delays", "--metrics", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            urls = json.loads("".join(server.stdout.readline() for _ in range(5)))
+            assert re.fullmatch(r"http://\[::1\]:\d+/delays/", urls["api"])
+            tasks, headers = f"{urls['api']}v1/tasks", {"Authorization": f"Bearer {key}"}
+            assert httpx.get(tasks, headers=headers, timeout=10).status_code == 200
+            login = httpx.get(urls["console"], timeout=10, follow_redirects=True)
+            assert "Log in" in login.text
+            assert "delaytasks_tasks" in httpx.get(urls["metrics"], timeout=10).text
+        finally:
+            server.terminate()
+    assert server.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("", "say what to serve"),
+        ("--api host", "is no address"),
+        ("--console --keys k", "--keys requires --api"),
+        ("--console --trusted-proxy 127.0.0.1 --proxy-header X-User", "cannot be combined"),
+    ],
+)
+def test_serve_refuses_wrong_usage(words: str, says: str) -> None:
+    refused = call("serve", *words.split())
+    assert (refused.exit_code, says in refused.output) == (2, True)
+
+
+def test_the_first_start_prints_a_password_once(tmp_path: Path) -> None:
+    url, data_dir = f"sqlite:///{tmp_path / 'a.sqlite3'}", str(tmp_path / "data")
+    with closing(make_delays(url, data_dir=data_dir)) as delays:
+        said: list[str] = []
+        client = standalone(delays, said.append).test_client()
+        password = re.search(r"password (\S+)$", said[0])
+        assert password is not None
+        data = {"csrf": token_of(client, "/login"), "name": FIRST_USER, "password": password[1]}
+        assert client.post("/login", data=data).status_code == 303
+        assert client.get("/").status_code == 200
+        said.clear()
+        again = standalone(delays, said.append)
+        assert said == []
+        assert again.secret_key == client.application.secret_key, "sessions survive a restart"
+
+
+# -- the server -----------------------------------------------------------------------------------
+
+
+def answering(text: str) -> Any:
+    def app(environ: Any, start_response: Any) -> list[bytes]:
+        start_response("200 OK", [])
+        return [text.format(**{name.replace(".", "_"): environ[name] for name in NAMED}).encode()]
+
+    return app
+
+
+NAMED = ("wsgi.url_scheme", "REMOTE_ADDR")
+
+
+@pytest.mark.parametrize(
+    ("proxy", "seen"),
+    [("127.0.0.1", "https 192.0.2.7"), ("127.0.0.2", "http 127.0.0.1"), (None, "http 127.0.0.1")],
+)
+def test_a_trusted_proxy_names_the_address_and_scheme(proxy: str | None, seen: str) -> None:
+    headers = {"X-Forwarded-For": "192.0.2.7", "X-Forwarded-Proto": "https"}
+    with served(answering("{wsgi_url_scheme} {REMOTE_ADDR}"), proxy) as url:
+        assert httpx.get(url, headers=headers).text == seen
+    with pytest.raises(ConfigError, match="is an IP address"):
+        make_server(None, Place(Address("127.0.0.1", 0)), "proxy.example")
+
+
+def test_requests_that_are_half_sent_keep_no_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "IDLE_S", 1)
+    with served(answering("live")) as url, ExitStack() as opened:
+        address = urlsplit(url)
+        for _ in range(150):
+            half = socket.create_connection((address.hostname or "", address.port or 0))
+            opened.callback(half.close)
+            half.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        assert httpx.get(url, timeout=10).text == "live"
+        half.settimeout(10)
+        assert half.recv(100) == b"", "an idle connection is closed"
+
+
+def test_the_server_refuses_a_long_request_before_it_receives_the_body(tmp_path: Path) -> None:
+    key, entry = new_entry(["schedule:*"])
+    new, headers = {"tag": "order.close", "delay": 60}, {"Authorization": f"Bearer {key}"}
+    with ExitStack() as opened:
+        delays = opened.enter_context(closing(make_delays(f"sqlite:///{tmp_path / 'a.sqlite3'}")))
+        url = opened.enter_context(served(make_api(delays, ApiKeys({"shop": entry}))))
+        assert httpx.post(f"{url}/v1/tasks", json=new, headers=headers).status_code == 200
+        connection = HTTPConnection(url.removeprefix("http://"), timeout=10)
+        connection.putrequest("POST", "/v1/tasks")
+        connection.putheader("Content-Length", str(10**9))
+        connection.endheaders()
+        assert connection.getresponse().status == 413
+        connection.close()
+
+
+ENDING = """
+import os, signal
+from delaytasks.cli.servers import Place, serve_apps
+from delaytasks.settings import Address
+
+def app(environ, start_response):
+    os.kill(os.getpid(), signal.SIGTERM)
+    start_response("200 OK", [("Content-Type", "text/plain")])
+    return [b"answered"]
+
+apps = {"app": (app, Place(Address("127.0.0.1", 0)))}
+serve_apps(apps, None, lambda urls: print(*urls.values(), flush=True))
+print("ended")
+"""
+
+
+def test_a_process_answers_its_requests_before_it_ends_on_term() -> None:
+    command = [sys.executable, "-c", ENDING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert httpx.get(server.stdout.readline().strip(), timeout=10).text == "answered"
+        assert server.stdout.read() == "ended\n"
+    assert server.returncode == 0
