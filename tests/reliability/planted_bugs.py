@@ -195,7 +195,7 @@ for _name, _verb, _answer, *_found in [
     ("every_failure_is_an_outage", "judge a failed chunk", FailureReason.UNAVAILABLE, "unit/core"),
     ("an_outage_makes_workers_lost", "note a failure of the database", None, "unit/rules a_gap"),
     ("a_higher_limit_waits_for_probes", "follow a limit", None, "unit/dispatcher raised_limit"),
-    ("answers_may_last_forever", "time a callback", 1e6, "integration/http_callbacks/answers body"),
+    ("answers_may_last_forever", "time a callback", 1e6, "integration/http_callbacks body"),
     ("a_locked_row_holds_up_the_others", "settle again", False, "conformance/claims left_locked"),
 ]:
     _list(_name, _verb, lambda *_, answer=_answer, **__: answer, *_found)
@@ -576,7 +576,7 @@ def a_confirmation_may_take_any_time(connect: Any, *args: Any, **options: Any) -
     return made
 
 
-@bug("check headers", "integration/durable_eta/publisher headers")
+@bug("check headers", "integration/publisher headers")
 def headers_of_any_size_are_sent(_: Any, *args: Any) -> None: ...
 
 

@@ -1,1 +1,0 @@
-"""Tests of Celery tasks whose messages wait as rows."""

@@ -1,1 +1,0 @@
-"""HTTP callbacks to a web server."""

@@ -1,0 +1,403 @@
+"""HTTP callbacks: their requests, where they may go, and the answers that decide about a retry."""
+
+from __future__ import annotations
+
+import base64
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from email.utils import format_datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standardwebhooks import Webhook
+
+from delaytasks import (
+    BodyRefusedError,
+    DelayedTask,
+    DelayTasks,
+    Done,
+    Fail,
+    ForbiddenURLError,
+    Retry,
+    RetrySchedule,
+    Status,
+)
+from delaytasks.callbacks.sending import (
+    MAX_INTERIM_RESPONSES,
+    Callback,
+    Guard,
+    HttpCallbacks,
+    retry_after_s,
+)
+from delaytasks.db import migrations
+from delaytasks.model.clock import Clock
+from delaytasks.model.inputs import CALLBACK
+from delaytasks.runtime import runtime_of
+from delaytasks.settings import load_settings
+from tests.proxy import Exchange, WebServer, answer, drip, hang, pour, reset
+from tests.refusals import invalid
+from tests.services import free_port, self_signed
+from tests.waiting import within
+from tests.world.recording import delays_on, record, run_now
+
+SECRETS = ["whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"a", b"b")]
+#: Each test ends within this many seconds; the limits under test are much shorter.
+PATIENCE_S = 20
+
+
+class Caller:
+    """Send callbacks as a process does, with a name resolution of the test's own."""
+
+    def __init__(
+        self, names: Callable[[str], list[str]] | None = None, ca_file: str = "", **settings: Any
+    ) -> None:
+        """`settings` are those of callbacks, and the limits `connect_s` and `read_s`."""
+        usual = {"allow": "127.0.0.1", "timeout": 1, "connect_s": 2, "read_s": 0.5}
+        given = {
+            f"{'_' * name.endswith('_s')}callback_{name}": value
+            for name, value in {**usual, **settings}.items()
+        }
+        own, self._ca_file, self.looked_up = load_settings({}, {}, **given), ca_file, list[str]()
+
+        def resolve(host: str, port: int) -> list[str]:
+            self.looked_up.append(host)
+            return names(host) if names is not None else ["127.0.0.1"]
+
+        self._http = HttpCallbacks(own, Guard(own.callback_allow, resolve), Clock())
+
+    def post(
+        self, url: str, body: Any = None, attempt: int = 1, headers_json: Any = None, **more: Any
+    ) -> Any:
+        """Return the outcome, or raise `TimeoutError` if the callback does not end in time."""
+        due = datetime.now(timezone.utc) - timedelta(hours=1)
+        task = DelayedTask(42, CALLBACK, "{}", due, runs=attempt, headers_json=headers_json)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SSL_CERT_FILE", self._ca_file)
+            return within(PATIENCE_S, partial(self._http, Callback(url, body, **more), task))
+
+
+@pytest.fixture
+def caller() -> Caller:
+    return Caller()
+
+
+@pytest.fixture
+def delays(tmp_path: Path) -> Iterator[DelayTasks]:
+    settings = {"callback_allow": "127.0.0.1", "callback_secrets": SECRETS[0]}
+    made = delays_on(f"sqlite:///{tmp_path / 'test.sqlite3'}", **settings)
+    migrations.upgrade(runtime_of(made).store.database)
+    record(made)
+    yield made
+    made.close()
+
+
+def test_a_callback_is_a_post_of_json_that_the_official_package_verifies(web: WebServer) -> None:
+    body = {"order": 7, "name": "é", "big": 2**60, "text": "\u2028\U0001f600"}
+    headers = {"X-Shop": "one", "user-agent": "shop"}
+    assert Caller(secrets=SECRETS).post(web.url("/paid?a=1"), body, headers=headers) == Done()
+    assert Caller().post(web.url()) == Done()
+    request, unsigned = web.received
+    assert "webhook-signature" not in unsigned.headers
+    assert request.path == "/paid?a=1"
+    wanted = {"content-type": "application/json", "user-agent": "shop", "x-shop": "one"}
+    wanted |= {"host": f"127.0.0.1:{web.port}", "webhook-id": "42"}
+    assert request.headers == request.headers | wanted
+    for secret in SECRETS:  # it refuses the time of the task, which is an hour ago
+        assert Webhook(secret).verify(request.body, request.headers) == body
+
+
+# -- allowed destinations ------------------------------------------------------------------------
+
+
+def test_a_callback_goes_to_an_address_that_was_checked_for_it(web: WebServer) -> None:
+    answers = iter([["127.0.0.1"], ["127.0.0.2"], ["169.254.169.254"], ["127.0.0.1", "10.0.0.1"]])
+    caller, url = Caller(lambda host: next(answers)), web.url("/", "partner.example")
+    assert caller.post(url) == Done()
+    assert web.received[-1].headers["host"] == f"partner.example:{web.port}"
+    assert caller.looked_up == ["partner.example"], "once for each connection"
+    for bad in ("127.0.0.2", "169.254.169.254", "10.0.0.1"):
+        reason = caller.post(url).reason
+        assert reason.startswith("forbidden: callbacks may not go to ")
+        assert f"now {bad}" in reason
+    assert Caller(allow="").post(web.url()).reason.startswith("forbidden: "), "since scheduling"
+    assert len(web.received) == 1
+
+
+def test_the_next_address_of_a_name_is_used_if_one_refuses(web: WebServer) -> None:
+    url = web.url("/", "partner.example")
+    caller = Caller(lambda host: ["127.0.0.2", "127.0.0.1"], allow="127.0.0.0/8")
+    assert caller.post(url) == Done()
+    down = Caller(lambda host: ["127.0.0.2", "127.0.0.3"], allow="127.0.0.0/8")
+    assert f"at partner.example:{web.port} (127.0.0.3): " in down.post(url).reason
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+OUTCOMES: dict[int, Any] = {
+    **dict.fromkeys([200, 201, 202, 204, 299], Done()),
+    410: Fail("HTTP 410\ngone"),
+    **{status: Retry(None, f"HTTP {status}\ngone") for status in (400, 404, 500, 503, 599)},
+    **{
+        status: Retry(None, f"HTTP {status}, to /other: redirects are not followed\ngone")
+        for status in (301, 307)
+    },
+    101: Retry(None, "HTTP 101"),
+}
+
+
+def test_the_status_decides_and_redirects_are_never_followed(
+    web: WebServer, caller: Caller
+) -> None:
+    for status, outcome in OUTCOMES.items():
+        web.answers["/"] = answer(status, b"gone", Location="/other")
+        assert caller.post(web.url()) == outcome
+    assert {request.path for request in web.received} == {"/"}
+    web.answers["/"] = answer(500, b"no\r\n\x1b[31m such \x00 order" + b"!" * 5000)
+    _, quoted = caller.post(web.url()).reason.split("\n")
+    assert quoted.startswith(r"no\r\n\x1b[31m such \x00 order!!!")
+    assert len(quoted) < 600
+
+
+def test_retry_after_lengthens_waits_to_a_cap(web: WebServer, caller: Caller) -> None:
+    def after(value: str, status: int = 503, **task: Any) -> Any:
+        web.answers["/"] = answer(status, b"", Retry_After=value)
+        return caller.post(web.url(), **task).after
+
+    assert after("120") == after("120", status=429) == 120
+    assert after("5") is None, "the first delay of the retry schedule is longer"
+    assert after("120", attempt=2) is None, "and so is the second"
+    assert after("120", attempt=10) is None, "no delay is left"
+    assert after("120", status=500) is None
+    assert after("999999999") == 86400
+    soon = format_datetime(datetime.now(timezone.utc) + timedelta(hours=1), usegmt=True)
+    assert 3500 < after(soon) <= 3600
+    assert after("Thu, 01 Jan 1970 00:00:00 GMT") is None
+    assert after("soon") is None
+    own = '{"retry": {"retry_delays_s": [1], "variation": 0}}'
+    assert after("20", headers_json=own) == 20, "the task has a retry schedule of its own"
+
+
+def test_dates_of_retry_after_are_read_in_all_their_forms() -> None:
+    now = datetime(2030, 1, 1, 12, 0, tzinfo=timezone.utc)
+    for time in ("12:01:00 GMT", "13:01:00 +0100", "12:01:00 -0000"):
+        assert retry_after_s(f"Tue, 01 Jan 2030 {time}", now) == 60, time
+    for text in ("", "-1", "1.5", "1e3", "x", "Tue, 99 Jan 2030 12:01:00 GMT", "9" * 400):
+        assert retry_after_s(text, now) == 0, text
+
+
+# -- broken connections and answers --------------------------------------------------------------
+
+
+TROUBLE = {
+    "silence": hang,
+    "a reset": reset,
+    "a drip of headers": drip(b"HTTP/1.1 200 OK\r\nX-Slow: ", b"x"),
+    "a drip of header lines": drip(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
+    "a drip of statuses": drip(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "an endless header": partial(pour, b"HTTP/1.1 200 OK\r\nX: "),
+    "no HTTP": lambda exchange: exchange.wfile.write(b"SSH-2.0-x\r\n\r\n") and None,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", TROUBLE.values(), ids=TROUBLE.keys())
+def test_a_network_error_is_recorded_and_retried_in_bounded_time(
+    web: WebServer, caller: Caller, write: Any
+) -> None:
+    web.answers["/hook"] = write
+    outcome = caller.post(web.url("/hook?token=hunter2"))
+    assert isinstance(outcome, Retry)
+    assert outcome.reason.startswith("network: ")
+    assert f"at 127.0.0.1:{web.port} (127.0.0.1): " in outcome.reason
+    assert "hunter2" not in outcome.reason
+    web.answers.clear()
+    assert caller.post(web.url()) == Done(), "and no other callback suffers"
+
+
+CLOSING = b"HTTP/1.1 500 No\r\nConnection: close\r\n\r\n"
+
+
+def broken_bodies(status: int) -> dict[str, Any]:
+    """Return answers of this status, each with a body that does not arrive as announced."""
+    line = b"HTTP/1.1 %d No\r\n" % status
+    head = line + b"Content-Length: 1000000\r\n\r\n"
+    chunked = line + b"Transfer-Encoding: chunked\r\n\r\n"
+    return {
+        "a drip": drip(head, b"x"),
+        "a drip of chunks": drip(chunked, b"1\r\nx\r\n"),
+        "a drip of a chunk's size": drip(chunked, b"0"),
+        "an endless one": partial(pour, line + b"Connection: close\r\n\r\n"),
+        "a chunk of a negative size": partial(pour, chunked + b"-5\r\n"),
+        "a chunk without an end": partial(pour, chunked + b"-1\r\n"),
+        "an endless one of chunks": drip(chunked + b"fffffff\r\n", b"x" * 65536),
+        "silence": lambda exchange: exchange.wfile.write(head) and hang(exchange),
+        "a reset": lambda exchange: exchange.wfile.write(head) and reset(exchange),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [500, 200])
+@pytest.mark.parametrize("body", broken_bodies(200))
+def test_the_status_decides_even_if_the_body_is_broken(
+    web: WebServer, caller: Caller, body: str, status: int
+) -> None:
+    web.answers["/"] = broken_bodies(status)[body]
+    outcome = caller.post(web.url())
+    assert outcome == Done() if status == 200 else outcome.reason.startswith("HTTP 500")
+    web.answers.clear()
+    assert caller.post(web.url()) == Done()
+    assert web.accepted == 2, "its connection is not used again"
+
+
+@pytest.mark.parametrize("head", [CLOSING, CLOSING.replace(b"500 No", b"302 No\r\nLocation: /x")])
+def test_an_endless_answer_is_read_to_the_cap(web: WebServer, head: bytes) -> None:
+    web.answers["/"] = partial(pour, head)
+    outcome = Caller(timeout=600, read_s=600).post(web.url())
+    assert outcome.reason.startswith(f"HTTP {head.split()[1].decode()}")
+
+
+@pytest.mark.parametrize("joined", [True, False], ids=["one packet", "several packets"])
+def test_some_interim_answers_are_skipped(web: WebServer, caller: Caller, joined: bool) -> None:
+    def write(number: int, exchange: Exchange) -> None:
+        line = b"HTTP/1.1 %d Wait\r\nLink: </style.css>; rel=preload\r\n\r\n"
+        parts = [line % (100, 103, 199)[n % 3] for n in range(number)] + [CLOSING]
+        for part in [b"".join(parts)] if joined else parts:
+            exchange.wfile.write(part)
+            exchange.wfile.flush()
+
+    for most, reason in ((0, "HTTP 500"), (1, f"more than {MAX_INTERIM_RESPONSES} interim")):
+        web.answers["/"] = partial(write, MAX_INTERIM_RESPONSES + most)
+        assert reason in caller.post(web.url()).reason
+
+
+@contextmanager
+def listener() -> Iterator[int]:
+    """Yield the port of a server that accepts connections, and neither reads nor writes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+def test_receivers_that_do_not_read_refuse_or_have_no_address_are_network_errors() -> None:
+    caller, over = Caller(), threading.Event()
+    with listener() as port:
+        outcome = caller.post(f"http://127.0.0.1:{port}/", "x" * 50_000_000)
+    assert outcome.reason.startswith("network: "), "it is given up in time"
+    outcome = caller.post(f"http://127.0.0.1:{free_port()}/")
+    assert "network: ConnectionRefusedError at " in outcome.reason
+
+    def unknown(host: str) -> list[str]:
+        raise OSError("Name or service not known")
+
+    silent = Caller(lambda host: [str(over.wait())], connect_s=0.2)
+    for caller, reason in (
+        (Caller(unknown), "network: OSError at partner.example: Name or service not known"),
+        (silent, "network: TimeoutError at partner.example: no answer within 0.2 s"),
+    ):
+        assert caller.post("https://partner.example/").reason == reason
+    over.set()
+
+
+# -- Callbacks by TLS -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secure(tmp_path: Path) -> Iterator[tuple[WebServer, Caller, list[str]]]:
+    """A server with a certificate for one name, a caller that trusts it, and the names it asks."""
+    certificate = self_signed(tmp_path, "DNS:partner.example")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate.file, certificate.key)
+    asked: list[str] = []
+    context.sni_callback = lambda sock, name, _: asked.append(name)
+    server = WebServer(context)
+    yield server, Caller(ca_file=str(certificate.file)), asked
+    server.close()
+
+
+def test_a_pinned_address_is_asked_for_the_certificate_of_the_hosts_name(secure: Any) -> None:
+    server, caller, asked = secure
+    assert caller.post(server.url("/", "partner.example", "https")) == Done()
+    assert asked == ["partner.example"]
+    for other, host in ((Caller(), "partner.example"), (caller, "other.example")):
+        reason = other.post(server.url("/", host, "https")).reason
+        assert reason.startswith(f"network: SSLCertVerificationError at {host}:")
+    assert len(server.received) == 1
+
+
+def test_tls_errors_are_bounded_in_time_as_well(secure: Any) -> None:
+    server, caller, _ = secure
+    head = b"HTTP/1.1 500 No\r\nContent-Length: 1000000\r\n\r\n"
+    server.answers = {"/head": drip(head[:20], b"x"), "/body": drip(head, b"x"), "/hang": hang}
+    for path, reason in (("/head", "network: "), ("/hang", "network: "), ("/body", "HTTP 500")):
+        outcome = caller.post(server.url(path, "partner.example", "https"))
+        assert outcome.reason.startswith(reason)
+    with listener() as port:
+        outcome = caller.post(f"https://partner.example:{port}/")
+    assert outcome.reason.startswith("network: ")
+
+
+# -- Callbacks as tasks: they are scheduled, checked and retried ----------------------------------
+
+
+def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServer) -> None:
+    web.answers["/paid"] = answer(500, b"busy")
+    scheduled = delays.callbacks.post(web.url("/paid"), {"order": 7}, 0, headers={"X-Shop": "one"})
+    first = run_now(delays, scheduled)
+    assert (first.tag, first.status) == (CALLBACK, Status.NOT_COMPLETE)
+    assert first.error == "HTTP 500\nbusy"
+    assert 14 < (first.expected_time - runtime_of(delays).clock.now()).total_seconds() <= 15
+    web.answers["/paid"] = reset
+    assert str(run_now(delays, scheduled).error).startswith("network: ")
+    web.answers.clear()
+    assert run_now(delays, scheduled).status is Status.DONE
+    attempts = delays.get(scheduled, attempts=True).attempts
+    assert [str(attempt.error).split(" ")[0] for attempt in attempts] == ["HTTP", "network:"]
+    assert {request.headers["webhook-id"] for request in web.received} == {str(scheduled.id)}
+    assert {request.body for request in web.received} == {b'{"order":7}'}
+    web.answers["/"] = answer(500)
+    own = {"retries": RetrySchedule("1h"), "max_late": "1d", "priority": 3, "queue": "slow"}
+    task = delays.callbacks.post(web.url(), None, 0, **own)
+    assert (task.priority, task.queue, task.max_late_s) == (3, "slow", 86400)
+    assert run_now(delays, task).status is Status.NOT_COMPLETE
+    assert run_now(delays, task).status is Status.FAILED
+
+
+def test_rows_of_other_programs_are_callbacks_too(delays: DelayTasks, web: WebServer) -> None:
+    good = delays.schedule_delay(CALLBACK, {"url": web.url()}, 0)
+    assert run_now(delays, good).status is Status.DONE
+    named = {"url": web.url()}
+    refused: list[Any] = [None, {}, {**named, "method": "GET"}, {**named, "headers": {"Host": "x"}}]
+    for body in refused:
+        with pytest.raises(BodyRefusedError):
+            delays.schedule_delay(CALLBACK, body, 0)
+    for url in (7, "file:///etc/passwd", "https://10.0.0.1/"):
+        forbidden = run_now(delays, delays.schedule_delay(CALLBACK, {"url": url}, 0))
+        assert forbidden.status is Status.NOT_COMPLETE, "the setting may change"
+        assert (forbidden.error or "").startswith("forbidden: ")
+
+
+BAD_HEADERS: list[Any] = [
+    {"X": "a\r\nY: b"}, {"X": "a\nb"}, {"X": "\x00"}, {"X": "é"}, {"X": ""}, {"X": 7},
+    {"X Y": "a"}, {"": "a"}, {"X:": "a"}, {"Host": "other"}, {"content-length": "1"},
+    {"Transfer-Encoding": "chunked"}, {7: "a"}, {"Webhook-Id": "1"}, {"webhook-signature": "v1,x"},
+    {"Connection": "close"}, ["X"], {"Proxy-Authorization": "a"}, {"X": " a"}, {"X": "a", "x": "b"},
+]  # fmt: skip
+
+
+def test_what_cannot_be_sent_is_refused_when_it_is_scheduled(delays: DelayTasks) -> None:
+    post, url = delays.callbacks.post, "https://partner.example/"
+    for bad in ("https://10.0.0.1/", "http://[::1]/", "https://user@partner.example/", "nonsense"):
+        with pytest.raises(ForbiddenURLError):
+            post(bad, None, 0)
+    for headers in BAD_HEADERS:
+        with invalid("headers"):
+            post(url, None, 0, headers=headers)
+    with invalid("body", match=r"\$\.body\.items"):
+        post(url, {"items": {1}}, 0)
+    assert len(delays.find()) == 0
