@@ -38,19 +38,12 @@ def note_run(body: dict[str, Any], task: DelayedTask) -> None:
     now = runtime.store.tasks.now() if body.get("asks_database") else runtime.clock.now()
     late_us = (now - task.expected_time).total_seconds() * 1e6
     note(body, task.id, int(late_us), os.getpid())
-    if "seconds" in body:
-        time.sleep(body["seconds"])
 
 
 @shared_task(name="test.celery_note", bind=True)
 def note_celery(self: Any, file: str) -> None:
     """An ordinary Celery task."""
     note({"file": file}, self.request.id)
-
-
-@processor("test.word")
-def note_word(body: dict[str, Any], task: DelayedTask) -> None:
-    note(body, task.id, body["word"])
 
 
 @processor("test.quiet")
@@ -96,10 +89,18 @@ def credit(body: dict[str, Any], task: DelayedTask) -> None:
     dies("after the commit")
 
 
+@processor("test.wait", in_flight=50)
 @processor("test.sleep")
 def sleep(body: dict[str, Any], task: DelayedTask) -> None:
-    note(body, task.id, "began", os.getpid())
-    time.sleep(body["seconds"])
+    """Sleep as long as the body specifies for this attempt, or for all attempts."""
+    seconds = body.get("seconds", 0)
+    if isinstance(seconds, list):
+        seconds = seconds[min(task.runs, len(seconds)) - 1]
+    note(body, task.id, "began", os.getpid(), current_task.request.id)
+    if body.get("holds_gil"):
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    else:
+        time.sleep(seconds)
     note(body, task.id, "ended", os.getpid())
 
 
@@ -110,13 +111,6 @@ def fork(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, "began", os.getpid())
     if not child and body["exits"]:
         sys.exit()
-
-
-@processor("test.wait", in_flight=50)
-def wait(body: dict[str, Any], task: DelayedTask) -> None:
-    note(body, task.id, "began", os.getpid(), current_task.request.id)
-    time.sleep(body["seconds"])
-    note(body, task.id, "ended", os.getpid())
 
 
 @processor("test.async")
@@ -130,14 +124,6 @@ async def wait_on_loop(body: dict[str, Any], task: DelayedTask) -> None:
 def note_batch(bodies: list[dict[str, Any]], tasks: list[DelayedTask]) -> dict[int, Any]:
     note(bodies[0], len(tasks), "together", os.getpid())
     return {one.id: Fail("odd") for it, one in zip(bodies, tasks, strict=True) if it["number"] % 2}
-
-
-@processor("test.hold_gil")
-def hold_gil(body: dict[str, Any], task: DelayedTask) -> None:
-    """Sleep in C while holding the GIL."""
-    note(body, task.id, "began", os.getpid())
-    ctypes.PyDLL(None).usleep(int(body["seconds"] * 1e6))
-    note(body, task.id, "ended", os.getpid())
 
 
 @processor("test.guarded")
@@ -155,6 +141,23 @@ def guarded(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, "ended")
 
 
+@processor("cancel.checks", retries="1s")
+@processor("cancel.threads", in_flight=5)
+def wait_for_cancel(body: dict[str, Any], task: DelayedTask) -> None:
+    note(body, task.id, "began")
+    for _ in range(1200):
+        time.sleep(0.05)
+        task.check_lease()
+
+
+@processor("cancel.coroutine")
+async def await_cancel(body: dict[str, Any], task: DelayedTask) -> None:
+    note(body, task.id, "began")
+    for _ in range(1200):
+        await asyncio.sleep(0.05)
+        task.check_lease()
+
+
 @processor("test.heap")
 def note_heap(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, gc.get_freeze_count())
@@ -169,7 +172,3 @@ def note_time(body: dict[str, Any], task: DelayedTask) -> None:
 def note_request(body: dict[str, Any], task: DelayedTask) -> None:
     request = current_task.request
     note(body, current_task.name, request.id, request.retries, request.delivery_info["routing_key"])
-
-
-if "DELAYTASKS_TEST_KILL" in os.environ:
-    import tests.killing  # noqa: F401

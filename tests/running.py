@@ -56,6 +56,12 @@ def output_of(command: Sequence[Any], folder: Path = ROOT, env: Any = None) -> s
     return done.stdout + done.stderr
 
 
+def clean_environment(**own: str) -> dict[str, str]:
+    """Return the environment without settings of projects and tests, and with `own` variables."""
+    theirs = ("DELAYTASKS_", "CELERY_", "DJANGO_", "PYTEST_", "PYTHONPATH")
+    return {k: v for k, v in os.environ.items() if not k.startswith(theirs)} | own
+
+
 def quick(*values: Any) -> Any:
     """Return a parameter of a slow test, with which it belongs to the quick suite."""
     return pytest.param(*values, marks=pytest.mark.quick)
@@ -174,6 +180,11 @@ class Deployment:
             queue.declare()
             yield queue
 
+    def queued(self) -> int:
+        """Return the number of messages in the default queue."""
+        with self.broker_queue() as queue:
+            return int(queue.queue_declare(passive=False).message_count)
+
     def node(self, number: int) -> str:
         """Return the name of the worker with this process number; it is unique among all tests."""
         return f"w{number}@{self.settings['namespace']}"
@@ -251,12 +262,12 @@ class Deployment:
         """Return how many seconds after its due time each run of `test.note` began."""
         return [int(run[1]) / 1e6 for run in self.runs() if run[1].isdigit()]
 
-    def events(self, number: int = 0) -> dict[str, int]:
-        """Return how often each event has occurred in the worker with this process number."""
+    def stats(self, number: int = 0) -> dict[str, Any]:
+        """Return our section of `celery inspect stats` of the worker with this process number."""
         node, control = self.node(number), runtime_of(self.delays).celery.control
         answer = control.inspect([node], timeout=10, limit=1).stats() or {}
-        events: dict[str, int] = answer[node]["delaytasks"]["events"]
-        return events
+        found: dict[str, Any] = answer.get(node, {}).get("delaytasks", {})
+        return found
 
     def at_work(self, task: DelayedTask) -> Process:
         """Return the worker that began the task last, according to its processor's notes."""

@@ -18,15 +18,19 @@ from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
 
-IMPORTS = {"imports": ["tests.project", "tests.time_limits_project"]}
+#: Celery's own limits are for a whole chunk, and have no effect on delayed tasks.
+CONF: dict[str, Any] = {"imports": ["tests.project", "tests.limits_project"]}
+CONF |= {"task_time_limit": 1.0, "task_soft_time_limit": 0.5}
 #: The hard limit of the processor that has one.
 LIMIT_S = 1
+#: The policies and the number of the requests are read once a second.
+HEARD_S = 2
 
 
 @pytest.fixture
 def deploy(deploy: Deploy) -> Callable[..., Deployment]:
     # The processors specify this queue, but the test does not import them.
-    return partial(deploy, conf=IMPORTS, queues={"limits.*": "limits"})
+    return partial(deploy, conf=CONF, queues={"limits.*": "limits"})
 
 
 def runs_of(d: Deployment, task: DelayedTask) -> list[str]:
@@ -39,18 +43,22 @@ def test_a_task_beyond_its_soft_limit_is_retried_and_fails(deploy: Deploy) -> No
     d.worker()
     again = d.schedule("limits.soft", body={"seconds": [20, 0]})
     never = d.schedule("limits.soft", body={"seconds": 20})
-    d.wait_for([again])
+    unlimited = d.schedule("limits.none", body={"seconds": 3})
+    cleans = d.schedule("limits.caught", body={"seconds": 20})
+    d.wait_for([again, unlimited, cleans])
     d.wait_for([never], Status.FAILED)
     assert runs_of(d, again) == ["began", "began", "ended"]
     assert runs_of(d, never) == ["began", "began"]
+    assert runs_of(d, unlimited) == ["began", "ended"]
+    assert runs_of(d, cleans) == ["began", "cleaned"]
     assert [attempt.number for attempt in d.delays.get(again, attempts=True).attempts] == [1]
-    first, last = d.delays.get(never, attempts=True).attempts
+    row = d.delays.get(never, attempts=True)
+    first, last = row.attempts
     assert first.began is not None
     assert 0.4 < (first.ended - first.began).total_seconds() < 3
-    for error in (first.error, last.error, d.delays.get(never).error):
-        assert error is not None
-        assert "time.sleep(seconds)" in error
-        assert "SoftTimeLimitExceeded(0.5,)" in error
+    for error in (first.error, last.error, row.error):
+        assert "time.sleep(seconds)" in (error or "")
+        assert "SoftTimeLimitExceeded(0.5,)" in (error or "")
 
 
 @pytest.mark.parametrize("holds_gil", [False, True], ids=["sleeps", "holds the GIL"])
@@ -63,8 +71,8 @@ def test_a_hard_limit_ends_only_its_process(deploy: Deploy, holds_gil: bool) -> 
         return [d.delays.schedule_delay(tag, body, at=due) for _ in range(count)]
 
     neighbours = all_due("limits.none", 20) + all_due("limits.hard", 5)
-    stuck = all_due("limits.hard", 1, seconds=60, holds_gil=holds_gil)[0]
-    recovers = all_due("limits.hard", 1, seconds=[60, 0])[0]
+    [stuck] = all_due("limits.hard", 1, seconds=60, holds_gil=holds_gil)
+    [recovers] = all_due("limits.hard", 1, seconds=[60, 0])
     neighbours += all_due("limits.none", 20)
     worker = d.worker()
     d.wait_for([*neighbours, recovers], deadline_s=40)
@@ -73,28 +81,22 @@ def test_a_hard_limit_ends_only_its_process(deploy: Deploy, holds_gil: bool) -> 
     ran = Counter(run[0] for run in d.runs() if run[1] == "began")
     assert {ran[str(task.id)] for task in neighbours} == {1}, "nothing that was over runs again"
     found = [d.delays.get(task) for task in neighbours]
+    assert {task.lapses for task in found if task.tag == "limits.none"} == {0}
+    # With the GIL held, a row may wait behind the stuck row, and no thread can return it.
     if not holds_gil:
         assert {(task.lapses, task.runs) for task in found} == {(0, 1)}
-    assert {task.lapses for task in found if task.tag == "limits.none"} == {0}
-    # With the GIL held, this row may wait behind the stuck row, and no thread can return it.
-    if not holds_gil:
         assert runs_of(d, recovers) == ["began", "began", "ended"]
     assert runs_of(d, stuck) == ["began"] * 3
-    left = d.delays.get(stuck)
-    assert left.lapses == 3
+    left = d.delays.get(stuck, attempts=True)
+    assert (left.lapses, len(left.attempts)) == (3, 3)
     assert (left.error or "").startswith("gave up: the worker died or lost its lease 3 times")
-    attempts = d.delays.get(stuck, attempts=True).attempts
-    assert len(attempts) == 3
-    for error in (left.error, *(attempt.error for attempt in attempts)):
+    for error in (left.error, *(attempt.error for attempt in left.attempts)):
         assert "its time limit of 1 s was over" in (error or "")
-    assert all(attempt.began for attempt in attempts)
-    times = [attempt.began or attempt.ended for attempt in attempts] + [attempts[-1].ended]
-    for began, after in itertools.pairwise(times):
+    times = [attempt.began or attempt.ended for attempt in left.attempts]
+    for began, after in itertools.pairwise([*times, left.attempts[-1].ended]):
         assert (after - began).total_seconds() < LIMIT_S + d.r2_s() + SLACK_S
-    log = worker.log()
-    assert "task.timed_out" in log
-    assert "Timeout (0:00:01)!" in log
-    assert "time_limits_project.py" in log, "where it was"
+    for words in ("task.timed_out", "Timeout (0:00:01)!", "tests/project.py"):
+        assert words in worker.log()
 
 
 @pytest.mark.quick
@@ -108,14 +110,6 @@ def test_a_hard_limit_soon_ends_a_long_run_and_frees_its_process(deploy: Deploy)
     d.wait_for([stuck], deadline_s=15)
 
 
-def test_celerys_own_time_limits_do_not_apply_to_delayed_tasks(deploy: Deploy) -> None:
-    d = deploy(conf={**IMPORTS, "task_time_limit": 1.0, "task_soft_time_limit": 0.5})
-    d.worker()
-    seconds = {"limits.none": 3, "limits.caught": 20}
-    d.wait_for([d.schedule(tag, body={"seconds": most}) for tag, most in seconds.items()])
-    assert Counter(run[1] for run in d.runs()) == {"began": 2, "ended": 1, "cleaned": 1}
-
-
 @pytest.mark.parametrize("pool", ["threads", "solo"])
 def test_a_pool_without_time_limits_refuses_to_serve_their_queue(deploy: Deploy, pool: str) -> None:
     d = deploy()
@@ -127,30 +121,21 @@ def test_a_pool_without_time_limits_refuses_to_serve_their_queue(deploy: Deploy,
     d.wait_for([d.schedule()])
 
 
-# -- Workers pass the request to cancel a task to the process that runs it ------------------------
-
-
-#: The policies and the number of the requests are read once a second.
-HEARD_S = 2
-CANCELS = {"imports": ["tests.project", "tests.cancel_project"]}
-
-
-def begun(d: Deployment, tag: str) -> DelayedTask:
-    """Return a task of this tag that runs."""
-    task = d.schedule(tag)
-    wait_until(lambda: [str(task.id), "began"] in d.runs(), 20, f"{tag} to run")
-    return task
-
-
 @pytest.mark.parametrize(("database", "pool"), [("mysql", "prefork"), ("sqlite", "threads")])
 def test_a_cancelled_run_stops_and_is_not_retried(deploy: Deploy, database: str, pool: str) -> None:
     # A lease is renewed after a third of it: the request must not wait for that.
-    d = deploy(database, conf=CANCELS, lease=30)
+    d = deploy(database, conf={}, lease=30)
     d.worker(pool=pool)
+
+    def begun(tag: str) -> DelayedTask:
+        task = d.schedule(tag)
+        wait_until(lambda: runs_of(d, task) == ["began"], 20, f"{tag} to run")
+        return task
+
     for tag in ("cancel.checks", "cancel.threads", "cancel.coroutine"):
-        task, other = begun(d, tag), begun(d, tag)
+        task, other = begun(tag), begun(tag)
         assert d.delays.cancel(task, running=True).is_requested
         d.wait_for([task], Status.CANCELLED, HEARD_S + SLACK_S)
-        assert d.delays.get(other).status is Status.RUNNING
+        assert d.status(other) is Status.RUNNING
         d.delays.cancel(other, running=True)
         d.wait_for([other], Status.CANCELLED)
