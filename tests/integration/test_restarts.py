@@ -16,11 +16,11 @@ import celery
 import pytest
 from kombu import Connection
 
-from delaytasks import DelayedTask
+from delaytasks import Status
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
-from tests.running import Deployment
-from tests.services import RabbitServer, RedisServer, free_port
+from tests.running import Deployment, Process
+from tests.services import RabbitServer, RedisServer
 from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -32,28 +32,43 @@ RESUMES_S = 10
 #: After this many seconds a new quorum queue survives a crash of its only node. A younger one does
 #: not answer any more, at least in RabbitMQ 3.10; see `test_refused_queues.py`.
 QUORUM_QUEUE_STORED_S = 3
+NOBODY = "amqp://guest:guest@127.0.0.1:1//"
 
 
-@pytest.fixture
-def server(start_redis: Callable[[], RedisServer]) -> RedisServer:
-    return start_redis()
-
-
-def test_workers_resume_whenever_redis_is_restarted(deploy: Deploy, server: RedisServer) -> None:
-    deployments = [deploy("postgresql", server.url, folder=it, timer=it) for it in ("eta", "redis")]
+def each_runs_once(
+    deployments: list[Deployment], restart: Callable[[int], object], rounds: int
+) -> list[Process]:
+    """Restart the broker of workers, which run all tasks once, and in time soon after it."""
     workers = [d.worker() for d in deployments]
-    tasks = [(d, d.schedule(delay=n / 2)) for d in deployments for n in range(20)]
-    for _ in range(ROUNDS):
-        tasks += [(d, d.schedule(delay=0.2)) for d in deployments for _ in range(5)]
-        server.restart()
+
+    def schedule(*delays: float) -> None:
+        for d in deployments:
+            for delay in delays:
+                d.schedule(delay=delay)
+
+    schedule(*(n / 2 for n in range(20)))
+    for number in range(rounds):
+        schedule(*[0.2] * 5)
+        restart(number)
         for d in deployments:
             wait_until(d.runs_on_time, RESUMES_S, "a task to be in time", every_s=0.2)
-    assert not any(worker.ended() for worker in workers)
     for d in deployments:
-        each_ran_once(d, [task for place, task in tasks if place is d])
+        wait_until(lambda d=d: d.counted()[Status.DONE] == sum(d.counted().values()), 20, d.logs)  # type: ignore[misc]
+        runs = [run[0] for run in d.runs()]
+        assert len(runs) == len(set(runs)) == d.counted()[Status.DONE], "no task runs twice"
+    assert not any(worker.ended() for worker in workers)
+    return workers
+
+
+def test_workers_resume_whenever_redis_is_restarted(
+    deploy: Deploy, start_redis: Callable[[], RedisServer]
+) -> None:
+    server = start_redis()
+    both = [deploy("postgresql", server.url, folder=it, timer=it) for it in ("eta", "redis")]
+    worker, _ = each_runs_once(both, lambda _: server.restart(), ROUNDS)
 
     def pauses() -> list[str]:
-        return re.findall(r"Trying again in (\d+)", workers[0].log())
+        return re.findall(r"Trying again in (\d+)", worker.log())
 
     server.stop()
     most = len(pauses()) + 3
@@ -62,48 +77,39 @@ def test_workers_resume_whenever_redis_is_restarted(deploy: Deploy, server: Redi
     server.start()
 
 
-@pytest.mark.parametrize("queue_type", ["classic", "quorum"])
 def test_workers_resume_each_time_their_rabbitmq_is_restarted(
-    deploy: Deploy, own_rabbitmq: RabbitServer, queue_type: str
+    deploy: Deploy, own_rabbitmq: RabbitServer
 ) -> None:
-    d = deploy("postgresql", own_rabbitmq.url, {"task_default_queue_type": queue_type})
-    worker = d.worker()
-    tasks = [d.schedule(delay=n / 2) for n in range(20)]
-    for round in range(RABBITMQ_ROUNDS):
-        tasks += [d.schedule(delay=0.2) for _ in range(5)]
+    both = [
+        deploy("postgresql", own_rabbitmq.url, {"task_default_queue_type": kind}, folder=kind)
+        for kind in ("classic", "quorum")
+    ]
+
+    def restart(number: int) -> None:
         time.sleep(QUORUM_QUEUE_STORED_S)
         own_rabbitmq.crash()
-        tasks.append(d.schedule(delay=0.2))
-        own_rabbitmq.start(is_empty=round % 2 == 1)
-        wait_until(d.runs_on_time, RESUMES_S, "a task to be in time", every_s=0.2)
-    assert not worker.ended()
-    each_ran_once(d, tasks)
+        for d in both:
+            d.schedule(delay=0.2)
+        own_rabbitmq.start(is_empty=number % 2 == 1)
 
-
-def each_ran_once(d: Deployment, tasks: list[DelayedTask]) -> None:
-    d.wait_for(tasks)
-    runs = [run[0] for run in d.runs()]
-    assert len(runs) == len(set(runs)), "no task runs twice"
-    assert {str(task.id) for task in tasks} <= set(runs)
+    each_runs_once(both, restart, RABBITMQ_ROUNDS)
 
 
 # -- Test RabbitMQ clusters with unreachable queues, and URLs without a server --------------------
 
 
-@pytest.fixture(scope="module")
-def nodes(
-    own_rabbitmq: RabbitServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[RabbitServer]]:
-    """Yield the two nodes of a cluster."""
+@pytest.fixture
+def other(own_rabbitmq: RabbitServer, tmp_path_factory: Any) -> Iterator[RabbitServer]:
+    """Yield the other node of a cluster."""
     second = RabbitServer(tmp_path_factory.mktemp("second"), cluster_of=own_rabbitmq)
-    yield [own_rabbitmq, second]
+    yield second
     second.stop()
 
 
 def test_a_worker_whose_queues_node_is_down_works_from_the_table(
-    deploy: Deploy, request: pytest.FixtureRequest, nodes: list[RabbitServer]
+    own_rabbitmq: RabbitServer, other: RabbitServer, deploy: Deploy, request: pytest.FixtureRequest
 ) -> None:
-    home, other = nodes
+    home = own_rabbitmq
     d = deploy("postgresql", other.url)
     with Connection(home.url) as connection:
         # A queue stays on the node that declared it.
@@ -135,8 +141,7 @@ def test_a_worker_whose_queues_node_is_down_works_from_the_table(
 
 @pytest.mark.skipif(celery.__version__ == "5.5.0", reason="Celery 5.5.0 fails with a list of URLs")
 def test_a_url_without_a_server_keeps_no_worker_idle(deploy: Deploy, rabbitmq_url: str) -> None:
-    nobody = f"amqp://guest:guest@127.0.0.1:{free_port()}//"
-    conf = {"broker_url": [rabbitmq_url, nobody], "task_default_queue_type": "quorum"}
+    conf = {"broker_url": [rabbitmq_url, NOBODY], "task_default_queue_type": "quorum"}
     d = deploy("postgresql", "rabbitmq", conf)
     worker = d.worker()
     given_up = "Failed to setup delayed delivery"
@@ -147,8 +152,7 @@ def test_a_url_without_a_server_keeps_no_worker_idle(deploy: Deploy, rabbitmq_ur
 
 
 def test_messages_are_sent_when_the_last_of_3_urls_works(deploy: Deploy, rabbitmq_url: str) -> None:
-    nobody = [f"amqp://guest:guest@127.0.0.1:{free_port()}//" for _ in range(2)]
-    d = deploy("postgresql", "rabbitmq", {"broker_url": [*nobody, rabbitmq_url]})
+    d = deploy("postgresql", "rabbitmq", {"broker_url": [NOBODY, NOBODY, rabbitmq_url]})
     assert runtime_of(d.delays).publisher.send("default", [([[]], {})])
     assert d.timer_is_up
 
