@@ -42,11 +42,6 @@ def works(body: dict[str, Any]) -> None:
         pass
 
 
-@processor("otel.prompt")
-def end_soon(body: dict[str, Any]) -> None:
-    """Needs no provider of this module."""
-
-
 @processor("otel.async")
 async def works_on_the_loop(body: dict[str, Any]) -> None:
     with trace.get_tracer("shop", tracer_provider=spans).start_as_current_span("in the loop"):
