@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.doc_pages import ROOT, SHELLS, Block, section
-from tests.running import Process
+from tests.running import Process, clean_environment
 from tests.services import RedisServer, free_port
 from tests.waiting import wait_until
 
@@ -40,11 +40,9 @@ class Reader:
         self.folder = folder
         #: The address of the reader's Redis and the port of the web server, by those of the page.
         self._own = {"redis://localhost:6379/0": broker_url, "8000": str(free_port())}
-        others = ("DELAYTASKS_", "CELERY_", "DJANGO_", "PYTEST_", "PYTHONPATH")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         python = os.environ.get("DELAYTASKS_TEST_PYTHON", sys.executable)
-        path = os.pathsep.join([str(Path(python).parent), kept["PATH"]])
-        self._environment = {**kept, "PATH": path, "PYTHONUNBUFFERED": "1"}
+        path = os.pathsep.join([str(Path(python).parent), os.environ["PATH"]])
+        self._environment = clean_environment(PATH=path, PYTHONUNBUFFERED="1")
         self._processes: list[Process] = []
 
     def copy(self, found: list[Block]) -> None:
@@ -86,8 +84,7 @@ class Reader:
         log = self.folder / f"{len(self._processes)}.log"
         child = Process(["sh", "-c", f"exec {command}"], self._environment, log)
         self._processes.append(child)
-        wait_until(lambda: ready in child.log() or child.ended(), 30, lambda: command + self.logs())
-        assert not child.ended(), f"{command}\n{self.logs()}"
+        child.wait_for(ready, 30)
 
     def logs(self) -> str:
         return "\n".join(process.log()[-5000:] for process in self._processes)

@@ -40,13 +40,6 @@ class TestCaseTest(TestCase):
         assert order.item == "a hat"
         assert len(self.delays.scheduled("order.name", status="FAILED")) == 1
 
-    def test_a_coroutine_uses_the_connection_of_the_test(self) -> None:
-        order = Order.objects.create(item="a hat")
-        schedule_delay("order.aname", {"order": order.pk}, 60)
-        self.delays.fast_forward("1m")
-        order.refresh_from_db()
-        assert order.item == "by a coroutine"
-
     def test_rows_have_the_time_of_the_test(self) -> None:
         self.delays.travel_to(self.delays.now + timedelta(days=400))
         order = Order.objects.create(item="a hat")

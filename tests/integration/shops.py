@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 
 from delaytasks import DelayTasks
-from tests.running import ROOT, output_of
+from tests.running import ROOT, clean_environment, output_of
 from tests.services import own_database
 
 
@@ -21,22 +21,19 @@ class ExampleShop:
 
     def __init__(self, example: str, database_url: str) -> None:
         self.project = ROOT / "examples" / example
-        self.database_url = database_url
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("DELAYTASKS_")}
-        self.environment = {
-            **kept,
-            "PYTHONPATH": f"{self.project}{os.pathsep}{ROOT}",
-            "SHOP_DATABASE_URL": database_url,
-            "SHOP_PAY_WITHIN_S": "2",
-            "CELERY_BROKER_URL": "amqp://localhost:1//",
-        }
         #: Reads the same tables from the test process.
         self.delays = DelayTasks(Celery("reader", set_as_current=False), database_url)
+        self._environment = clean_environment(
+            PYTHONPATH=f"{self.project}{os.pathsep}{ROOT}",
+            SHOP_DATABASE_URL=database_url,
+            SHOP_PAY_WITHIN_S="2",
+            CELERY_BROKER_URL="amqp://localhost:1//",
+        )
 
     def command(self, *arguments: str) -> str:
         """Run a command of the project and return its output."""
         command = [sys.executable, "-W", "ignore", *arguments]
-        return output_of(command, self.project, self.environment)
+        return output_of(command, self.project, self._environment)
 
     def close(self) -> None:
         self.delays.close()

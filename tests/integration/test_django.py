@@ -33,7 +33,7 @@ from django.test.utils import CaptureQueriesContext, override_settings
 from sqlalchemy import text
 
 import delaytasks as e
-from delaytasks import DelayedTask, Status
+from delaytasks import Status
 from delaytasks.cli.main import main
 from delaytasks.contrib.django import apps as checks
 from delaytasks.contrib.django.django_connection import DjangoConnection
@@ -49,7 +49,6 @@ from tests.conformance.test_outages import READ_ONLY
 from tests.integration import django_settings
 from tests.integration.django_settings import instance_on
 from tests.proxy import proxy_to
-from tests.services import free_port
 from tests.world.recording import new_key, runner_of
 
 DUE = datetime(2031, 2, 3, 4, 5, 6, tzinfo=timezone.utc)
@@ -85,18 +84,11 @@ def delays(module_delays: DjangoDelays, armed: list[Entry]) -> Iterator[DjangoDe
             cursor.execute(f"DELETE FROM {table.name}")
 
 
-class UndoneError(Exception):
-    """End an atomic block with a rollback."""
-
-
 @contextmanager
 def rolled_back(alias: str) -> Iterator[None]:
-    try:
-        with transaction.atomic(alias):
-            yield
-            raise UndoneError
-    except UndoneError:
-        pass
+    with transaction.atomic(alias):
+        yield
+        transaction.set_rollback(True, using=alias)
 
 
 def rows(delays: DjangoDelays) -> list[Any]:
@@ -110,56 +102,74 @@ def rows(delays: DjangoDelays) -> list[Any]:
 def test_one_query_writes_a_task_in_the_atomic_block_and_it_is_armed_after_the_commit(
     delays: DjangoDelays, armed: list[Entry]
 ) -> None:
+    connection = connections[delays.alias]
     # The call reads the database's time again, and the count excludes that query.
     runtime_of(delays).clock.forget()
     with transaction.atomic(delays.alias):
-        with CaptureQueriesContext(connections[delays.alias]) as queries:
+        with CaptureQueriesContext(connection) as queries:
             task = delays.schedule_delay("order.close", {"order": 7}, 1)
         assert len(queries) == 1, queries.captured_queries
         assert delays.get(task).body == {"order": 7}
         due = task.expected_time
-        names = {"tag": "order.close", "status": "not_complete"}
-        [found] = delays.find(**names, since=due, until=due + timedelta(1))
+        [found] = delays.find(
+            tag="order.close", status="not_complete", since=due, until=due + timedelta(1)
+        )
         assert found.id == task.id
         assert not delays.find(until=due).tasks
         assert not armed
         # On SQLite a reader would wait, or would read the last commit.
-        if connections[delays.alias].vendor != "sqlite":
+        if connection.vendor != "sqlite":
             assert not rows(delays)
+        if connection.vendor == "postgresql":
+            assert isinstance(connection.connection, psycopg.Connection), "as Django prefers it"
     assert [entry.id for entry in armed] == [task.id]
     assert rows(delays) == [delays.get(task)]
 
 
 def test_a_rollback_leaves_no_row_and_no_entry(delays: DjangoDelays, armed: list[Entry]) -> None:
-    with rolled_back(delays.alias):
+    alias, connection = delays.alias, connections[delays.alias]
+    with rolled_back(alias):
         delays.schedule_delay("order.close", 2, 1, key="k")
         delays.schedule_many([("order.close", n, 1) for n in range(700)])
     assert not rows(delays)
     assert not armed
     # The rollback released the key, and that of a savepoint removes its tasks.
-    with transaction.atomic(delays.alias):
+    with transaction.atomic(alias):
         kept = delays.schedule_delay("order.close", 1, 1, key="k")
-        with rolled_back(delays.alias):
+        with rolled_back(alias):
             delays.schedule_delay("order.close", 2, 1)
     assert [task.id for task in rows(delays)] == [entry.id for entry in armed] == [kept.id]
-
-
-def test_a_commit_by_hand_writes_the_tasks(delays: DjangoDelays, armed: list[Entry]) -> None:
-    connection = connections[delays.alias]
     connection.set_autocommit(False, force_begin_transaction_with_broken_autocommit=True)
     try:
-        delays.schedule_delay("order.close", 1, 1)
+        delays.schedule_delay("order.close", 3, 1)
         connection.rollback()
-        delays.schedule_delay("order.close", 2, 1)
+        delays.schedule_delay("order.close", 4, 1)
         connection.commit()
     finally:
         connection.set_autocommit(True)
-    assert [task.body for task in rows(delays)] == [2]
-    # Django does not call `on_commit` functions for such a commit, so the sweep arms the row.
-    assert not armed
+    assert sorted(task.body for task in rows(delays)) == [1, 4]
+    # Django does not call `on_commit` functions for a commit by hand, so the sweep arms the row.
+    assert len(armed) == 1
 
 
-# -- statements on Django's cursor ---------------------------------------------------------------
+def test_operators_moves_are_in_the_transaction(delays: DjangoDelays, armed: list[Entry]) -> None:
+    task = delays.schedule_delay("order.close", 1, at=DUE, key="k")
+    with rolled_back(delays.alias):
+        assert delays.cancel(tag="order.close", key="k")
+    assert delays.get(task).status is Status.NOT_COMPLETE
+    with transaction.atomic(delays.alias):
+        delays.reschedule(task, 3)
+        assert delays.touch(tag="order.close", key="k", delay=5)
+        assert delays.touch([task.id, 7], 6).gone == [7]
+        assert delays.touch(tag="order.close", key=["k", "l"], delay=8).gone == ["l"]
+        assert not armed
+    assert [(entry.id, entry.version) for entry in armed] == [(task.id, 1)]
+    with transaction.atomic(delays.alias):
+        assert delays.cancel(task)
+        assert not delays.cancel(task)
+        assert delays.rerun(task, 7).version == 3
+    assert delays.get(tag="order.close", key="k").status is Status.NOT_COMPLETE
+    assert len(armed) == 2
 
 
 @pytest.mark.parametrize("is_atomic", [True, False])
@@ -172,9 +182,8 @@ def test_a_task_is_read_as_it_was_written(delays: DjangoDelays, is_atomic: bool)
             delays.cancel(task)
         assert (read.id, read.tag, read.body, read.key) == (task.id, "%s", body, "%")
         assert (read.priority, read.queue, read.status) == (3, "q", Status.NOT_COMPLETE)
-        assert read.expected_time == when
+        assert (read.expected_time, read.create_time) == (when, task.create_time)
         assert read.expected_time.utcoffset() == timedelta(0)
-        assert read.create_time == task.create_time
         # The store reads on a connection of delaytasks' own.
         own = runtime_of(delays).store.tasks.get(task.id)
         assert own is not None
@@ -206,62 +215,42 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
 ) -> None:
     from delaytasks.contrib.django import models
 
-    prefix, key, body = delays.settings.table_prefix, new_key(), {"card": "cAnArY"}
-    own = DjangoDelays(
-        django_settings.new_celery_app(), delays.alias, table_prefix=prefix, encryption_keys=[key]
-    )
-    with transaction.atomic(own.alias):
-        own.schedule_delay("order.close", body, 3600)
-        own.schedule_many([("order.close", body, 3600)] * 3)
-        assert [task.body for task in own.find()] == [body] * 4
-    with connections[own.alias].cursor() as cursor:
-        table = runtime_of(own).store.schema.tasks.name
-        cursor.execute(f"SELECT message_body, id, tag FROM {table}")
-        stored = cursor.fetchall()
-    assert [text[:16] for text, *_ in stored] == [f"aesgcm:{key_name(key)}:"] * 4
-    row = models.DelayTaskRow(id=stored[0][1], tag=stored[0][2], message_body=stored[0][0])
-    with pytest.raises(e.BodyEncryptedError):
-        _ = row.body
-    monkeypatch.setattr(models, "project_delays", lambda: own)
-    assert row.body == body
-    own.close()
+    key, body, alias = new_key(), {"card": "cAnArY"}, delays.alias
+    options = {"table_prefix": delays.settings.table_prefix, "encryption_keys": [key]}
+    with closing(DjangoDelays(django_settings.new_celery_app(), alias, **options)) as own:
+        with transaction.atomic(alias):
+            own.schedule_delay("order.close", body, 3600)
+            own.schedule_many([("order.close", body, 3600)] * 3)
+            assert [task.body for task in own.find()] == [body] * 4
+        with connections[alias].cursor() as cursor:
+            table = runtime_of(own).store.schema.tasks.name
+            cursor.execute(f"SELECT message_body, id, tag FROM {table}")
+            stored = cursor.fetchall()
+        assert [text[:16] for text, *_ in stored] == [f"aesgcm:{key_name(key)}:"] * 4
+        row = models.DelayTaskRow(id=stored[0][1], tag=stored[0][2], message_body=stored[0][0])
+        with pytest.raises(e.BodyEncryptedError):
+            _ = row.body
+        monkeypatch.setattr(models, "project_delays", lambda: own)
+        assert row.body == body
 
 
-def test_the_command_celery_finds_the_app_of_the_project(delays: DjangoDelays) -> None:
-    assert find_app("delaytasks.contrib.django") is runtime_of(project_delays()).celery
-
-
-def test_the_model_has_the_columns_of_the_table(delays: DjangoDelays) -> None:
+def test_the_project_has_an_app_of_celery_and_the_model_the_columns_of_the_table(
+    delays: DjangoDelays,
+) -> None:
     from delaytasks.contrib.django.models import DelayTaskRow
 
+    assert find_app("delaytasks.contrib.django") is runtime_of(project_delays()).celery
     columns = [column.name for column in runtime_of(delays).store.schema.tasks.columns]
     assert [field.column for field in DelayTaskRow._meta.concrete_fields] == columns
 
 
-# -- keys and status changes ---------------------------------------------------------------------
-
-
-def test_operators_moves_are_in_the_transaction(delays: DjangoDelays, armed: list[Entry]) -> None:
-    task = delays.schedule_delay("order.close", 1, at=DUE, key="k")
-    with rolled_back(delays.alias):
-        assert delays.cancel(tag="order.close", key="k")
-    assert delays.get(task).status is Status.NOT_COMPLETE
-    with transaction.atomic(delays.alias):
-        delays.reschedule(task, 3)
-        assert delays.touch(tag="order.close", key="k", delay=5)
-        assert delays.touch([task.id, 7], 6).gone == [7]
-        assert delays.touch(tag="order.close", key=["k", "l"], delay=8).gone == ["l"]
-        assert not armed
-    assert [(entry.id, entry.version) for entry in armed] == [(task.id, 1)]
-    with transaction.atomic(delays.alias):
-        assert delays.cancel(task)
-        assert not delays.cancel(task)
-        assert delays.rerun(task, 7).version == 3
-    assert delays.get(tag="order.close", key="k").status is Status.NOT_COMPLETE
-    assert len(armed) == 2
-
-
 # -- errors --------------------------------------------------------------------------------------
+
+
+def fail_in_sql(*arguments: Any) -> bool:
+    connection = next(argument for argument in arguments if isinstance(argument, DjangoConnection))
+    connection.exec_driver_sql("SELECT 1 FROM no_such_table")
+    return True
 
 
 def test_outside_of_atomic_each_call_is_a_transaction_and_bulk_calls_always_are(
@@ -298,26 +287,18 @@ def test_a_database_error_rolls_back_the_callers_block_even_if_it_is_caught(
     assert not armed
 
 
-def fail_in_sql(*arguments: Any) -> bool:
-    connection = next(argument for argument in arguments if isinstance(argument, DjangoConnection))
-    connection.exec_driver_sql("SELECT 1 FROM no_such_table")
-    return True
-
-
 def test_the_error_about_missing_tables_names_the_command_that_creates_them(
     module_delays: DjangoDelays,
 ) -> None:
     alias, remedy = module_delays.alias, r"manage\.py migrate"
-    delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="nowhere_")
-    try:
+    app = django_settings.new_celery_app()
+    with closing(DjangoDelays(app, alias, table_prefix="nowhere_")) as delays:
         with pytest.raises(e.StoreError, match=rf"nowhere_yb_delay_task_message.*{remedy}"):
             delays.schedule_delay("order.close", 1, 1)
         with pytest.raises(e.SessionUnusableError, match=remedy), transaction.atomic(alias):
             delays.schedule_delay("order.close", 1, 1)
         with pytest.raises(e.ConfigError, match=rf"missing or old.*; run: python {remedy}$"):
             runtime_of(delays).checks.check_ready()  # as a worker does at its start
-    finally:
-        delays.close()
 
 
 def test_a_connection_that_breaks_during_a_commit_is_reported_with_the_id(
@@ -338,35 +319,53 @@ def test_a_connection_that_breaks_during_a_commit_is_reported_with_the_id(
     assert delays.schedule_delay("order.close", 1, 1, id=id).id == id
 
 
-# -- Requests of a Django project, and several databases ------------------------------------------
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_a_database_that_is_away_is_reported_and_used_again_later(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue(f"{kind}_url")
+    with closing(proxy_to(url)) as proxy, instance_on(proxy.url(url), f"leaves_{kind}") as delays:
+        task = delays.schedule_delay("mail", {}, 60, key="k")
+        calls: list[Callable[[], Any]] = [
+            lambda: delays.reschedule(task, 5),
+            lambda: delays.schedule_delay("mail", {}, 5),
+            lambda: delays.schedule_delay("mail", {}, 5, key="l"),
+            lambda: delays.schedule_many([("mail", {}, 5)]),
+            lambda: delays.cancel(tag="mail", key="k"),
+            lambda: delays.touch([7], 5),
+            lambda: delays.get(7, attempts=True),
+            lambda: delays.find(tag="mail").tasks,
+        ]
+        # The first call reads the database's time inside its own transaction.
+        runtime_of(delays).clock._base = None
+        proxy.reset()
+        with pytest.raises(e.StoreUnavailableError):
+            calls[0]()
+        proxy.refuse()
+        for call in calls * 2:
+            with pytest.raises(e.StoreUnavailableError, match="cannot be reached: ") as caught:
+                call()
+            assert "atomic" not in str(caught.value)
+        lost = pytest.raises((e.SessionUnusableError, DatabaseError))
+        with lost, transaction.atomic(delays.alias):
+            delays.get(task)
+        proxy.heal()
+        assert delays.cancel(task)
+        # The connection to a former primary is closed after one call.
+        with connections[delays.alias].cursor() as cursor:
+            cursor.execute(READ_ONLY[kind])
+        with pytest.raises(e.StoreUnavailableError, match=r"(?i)read.only transaction"):
+            delays.schedule_delay("mail", {}, 60)
+        delays.schedule_delay("mail", {}, 60)
 
 
-@pytest.fixture
-def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DjangoDelays]:
-    """Return an instance on the second of two databases, both without tables."""
-    for name in ("orders", "archive"):
-        django_settings.add_database(name, f"sqlite:///{tmp_path / name}.sqlite3")
-    made = DjangoDelays(django_settings.new_celery_app(), "orders")
-    from delaytasks.contrib.django import apps, models
-
-    for module in (apps, models):
-        monkeypatch.setattr(module, "project_delays", lambda: made)
-    yield made
-    made.close()
-    for name in ("orders", "archive"):
-        django_settings.remove_database(name)
-
-
-def test_only_the_configured_database_has_tables(orders: DjangoDelays) -> None:
-    from delaytasks.contrib.django.models import DelayTaskRow
-
-    for name in ("orders", "archive"):
-        call_command("migrate", database=name, verbosity=0)
-    task = orders.schedule_delay("order.close", {"order": 7}, 60)
-    assert [row.id for row in DelayTaskRow.objects.all()] == [task.id]
-    table = runtime_of(orders).store.schema.tasks.name
-    assert table in connections["orders"].introspection.table_names()
-    assert table not in connections["archive"].introspection.table_names()
+def test_a_missing_file_of_sqlite_is_reported(tmp_path: Path) -> None:
+    django_settings.add_database("away", f"sqlite:///{tmp_path}/no/shop.sqlite3")
+    with closing(DjangoDelays(django_settings.new_celery_app(), "away")) as delays:
+        for call in (lambda: delays.schedule_delay("mail", {}, 5), lambda: delays.find()):
+            with pytest.raises(e.StoreUnavailableError, match="cannot be reached: "):
+                call()
+    django_settings.remove_database("away")
 
 
 # -- Connections of rows that run concurrently, which are closed after each row -------------------
@@ -381,36 +380,28 @@ def fixup(module_delays: DjangoDelays) -> Iterator[None]:
     celery_signals.task_postrun.disconnect(made.on_task_postrun)
 
 
-def query(alias: str, used: list[tuple[int, Any]]) -> None:
-    with connections[alias].cursor() as cursor:
-        cursor.execute("SELECT 1")
-    assert connections[alias].connection is not None
-    used.append((threading.get_ident(), connections[alias]))
-
-
-def run_six(delays: DjangoDelays, tag: str) -> list[DelayedTask]:
-    tasks = [delays.schedule_delay(tag, None, 0) for _ in range(6)]
-    # A row that finds no free slot within the time budget returns to the queue.
-    while runner_of(delays).run_due("default", range(10), limit=100).claimed:
-        pass
-    return [delays.get(task) for task in tasks]
-
-
 @pytest.mark.usefixtures("fixup")
 @pytest.mark.parametrize("is_async", [False, True], ids=["threads", "coroutines"])
 def test_each_row_closes_its_connection(delays: DjangoDelays, is_async: bool) -> None:
     """Django makes the connections of coroutines in a thread of its own."""
     used: list[tuple[int, Any]] = []
 
-    def work(body: Any) -> None:
-        query(delays.alias, used)
+    def query(body: Any) -> None:
+        with connections[delays.alias].cursor() as cursor:
+            cursor.execute("SELECT 1")
+        assert connections[delays.alias].connection is not None
+        used.append((threading.get_ident(), connections[delays.alias]))
 
-    async def work_on_loop(body: Any) -> None:
-        await sync_to_async(query)(delays.alias, used)
+    async def query_on_loop(body: Any) -> None:
+        await sync_to_async(query)(body)
 
     runtime_of(delays).registry._processors.pop("shop.concurrent", None)
-    delays.processor("shop.concurrent", in_flight=2)(work_on_loop if is_async else work)
-    assert {task.status for task in run_six(delays, "shop.concurrent")} == {Status.DONE}
+    delays.processor("shop.concurrent", in_flight=2)(query_on_loop if is_async else query)
+    tasks = [delays.schedule_delay("shop.concurrent", None, 0) for _ in range(6)]
+    # A row that finds no free slot within the time budget returns to the queue.
+    while runner_of(delays).run_due("default", range(10), limit=100).claimed:
+        pass
+    assert {delays.get(task).status for task in tasks} == {Status.DONE}
     assert threading.get_ident() not in {thread for thread, _ in used}
     assert [connection.connection for _, connection in used] == [None] * 6
 
@@ -418,52 +409,28 @@ def test_each_row_closes_its_connection(delays: DjangoDelays, is_async: bool) ->
 # -- Asynchronous methods run on the connection of the asynchronous ORM ---------------------------
 
 
-@pytest.fixture
-def async_delays(database_url: str) -> Iterator[DjangoDelays]:
+def test_concurrent_calls_use_the_connection_of_djangos_asynchronous_orm(database_url: str) -> None:
     # The name is new because asgiref's thread keeps its connections.
-    with instance_on(database_url, f"async_{secrets.token_hex(3)}") as new:
-        yield new
+    with instance_on(database_url, f"async_{secrets.token_hex(3)}") as delays:
 
+        def in_thread_of_orm(change: Callable[[Any], Any]) -> Any:
+            return sync_to_async(lambda: change(connections[delays.alias]))()
 
-@pytest.fixture
-def run(async_delays: DjangoDelays) -> Callable[[Any], Any]:
-    """Run a coroutine, and close the connection that Django has in the thread of its ORM."""
+        def log_queries(connection: Any) -> None:
+            connection.force_debug_cursor = True
 
-    async def closing(coroutine: Any) -> Any:
-        try:
-            return await coroutine
-        finally:
-            await sync_to_async(lambda: connections[async_delays.alias].close())()
+        async def go() -> None:
+            await in_thread_of_orm(log_queries)
+            calls = (delays.aschedule_delay("order.close", {}, 60) for _ in range(5))
+            ids = {task.id for task in await asyncio.gather(*calls)}
+            queries = await in_thread_of_orm(lambda connection: [*connection.queries])
+            inserts = [each for each in queries if each["sql"].startswith("INSERT INTO")]
+            assert len(inserts) == len(ids) == 5
+            await in_thread_of_orm(lambda connection: connection.close())
+            with pytest.raises(SynchronousOnlyOperation, match="such as aschedule_delay"):
+                delays.schedule_delay("order.close", {}, 60)
 
-    return lambda coroutine: asyncio.run(closing(coroutine))
-
-
-def test_concurrent_calls_use_the_connection_of_djangos_asynchronous_orm(
-    async_delays: DjangoDelays, run: Callable[[Any], Any]
-) -> None:
-    async def go() -> None:
-        await sync_to_async(log_queries)(True)
-        calls = (async_delays.aschedule_delay("order.close", {}, 60) for _ in range(5))
-        ids = {task.id for task in await asyncio.gather(*calls)}
-        statements = await sync_to_async(log_queries)(False)
-        assert len([sql for sql in statements if sql.startswith("INSERT INTO")]) == len(ids) == 5
-
-    def log_queries(begins: bool) -> list[str]:
-        connection = connections[async_delays.alias]
-        connection.force_debug_cursor = begins
-        return [query["sql"] for query in connection.queries]
-
-    run(go())
-
-
-def test_a_synchronous_call_in_a_coroutine_names_its_twin(
-    async_delays: DjangoDelays, run: Callable[[Any], Any]
-) -> None:
-    async def go() -> None:
-        async_delays.schedule_delay("order.close", {}, 60)
-
-    with pytest.raises(SynchronousOnlyOperation, match="such as aschedule_delay"):
-        run(go())
+        asyncio.run(go())
 
 
 # -- the settings of databases --------------------------------------------------------------------
@@ -504,119 +471,27 @@ def test_the_url_has_djangos_settings(vendor: str, settings: dict[str, Any], url
         url_of("oracle", settings)
 
 
-def test_tasks_are_written_with_psycopg_3_which_django_prefers(postgresql_url: str) -> None:
-    with (
-        instance_on(postgresql_url, "modern") as delays,
-        transaction.atomic("modern"),
-        connections["modern"].cursor() as cursor,
-    ):
-        task = delays.schedule_delay("order.close", {"order": 7}, 60)
-        assert isinstance(connections["modern"].connection, psycopg.Connection)
-        cursor.execute(f"SELECT id FROM {runtime_of(delays).store.schema.tasks.name}")
-        assert cursor.fetchall() == [(task.id,)]
-        assert delays.get(task).body == {"order": 7}
+WRONG: dict[str, Any] = {
+    "did you mean horizon": {"horizon_s": 30},
+    "delaytasks_horizon = -1": {"horizon": -1},
+    r"'orders' is not one alias of settings.DATABASES \('default'": {"database": "orders"},
+    "not one alias .* several databases need": {"database": ["default", "orders"]},
+    "name an alias": {"database_url": "sqlite://"},
+    "not a Celery app": {"celery_app": "delaytasks.client.DelayTasks"},
+    "is a dict": [("horizon", 30)],
+}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"horizon_s": 30}, "did you mean horizon"),
-        ({"horizon": -1}, "delaytasks_horizon = -1"),
-        ({"database": "orders"}, r"'orders' is not one alias of settings.DATABASES \('default'"),
-        ({"database": ["default", "orders"]}, "not one alias .* several databases need"),
-        ({"database_url": "sqlite://"}, "name an alias"),
-        ({"celery_app": "delaytasks.client.DelayTasks"}, "not a Celery app"),
-        ([("horizon", 30)], "is a dict"),
-    ],
-)
+@pytest.mark.parametrize("message", WRONG)
 def test_a_wrong_setting_is_reported_at_the_start(
-    options: Any, message: str, monkeypatch: pytest.MonkeyPatch
+    message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    options = WRONG[message]
     if isinstance(options, dict):
         monkeypatch.setattr(django_settings, "celery_app", django_settings.new_celery_app())
         options = {"celery_app": f"{django_settings.__name__}.celery_app", **options}
     with override_settings(DELAYTASKS=options), pytest.raises(e.ConfigError, match=message):
         project_delays.__wrapped__()
-
-
-# -- Errors of calls without a database -----------------------------------------------------------
-
-
-@pytest.fixture(params=["postgresql", "mysql", "sqlite"])
-def away(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DjangoDelays]:
-    """Return an instance whose database has never been reachable."""
-    place = f"//root@127.0.0.1:{free_port()}/shop"
-    is_file = request.param == "sqlite"
-    url = f"sqlite:///{tmp_path}/no/shop.sqlite3" if is_file else f"{request.param}:{place}"
-    alias = f"away_{request.param}"
-    django_settings.add_database(alias, url)
-    delays = DjangoDelays(django_settings.new_celery_app(), alias)
-    yield delays
-    delays.close()
-    django_settings.remove_database(alias)
-
-
-CALLS: list[Callable[[DjangoDelays], Any]] = [
-    lambda d: d.schedule_delay("mail", {}, 5),
-    lambda d: d.schedule_delay("mail", {}, 5, key="k"),
-    lambda d: d.schedule_many([("mail", {}, 5)]),
-    lambda d: d.cancel(tag="mail", key="k"),
-    lambda d: d.touch([7], 5),
-    lambda d: d.get(7, attempts=True),
-    lambda d: d.find(tag="mail").tasks,
-]
-
-
-def test_calls_outside_of_atomic_report_that_the_database_is_unavailable(
-    away: DjangoDelays,
-) -> None:
-    for call in CALLS * 2:
-        with pytest.raises(e.StoreUnavailableError, match="cannot be reached: ") as caught:
-            call(away)
-        assert "atomic" not in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
-def test_a_database_lost_between_two_calls_is_reported_and_used_again_later(
-    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = request.getfixturevalue(f"{kind}_url")
-    proxy = proxy_to(url)
-    with closing(proxy), instance_on(proxy.url(url), f"leaves_{kind}") as delays:
-        task = delays.schedule_delay("mail", {}, 60, key="k")
-        # The call must read the database's time inside its own transaction.
-        monkeypatch.setattr(runtime_of(delays).clock, "_base", None)
-        proxy.reset()
-        with pytest.raises(e.StoreUnavailableError):
-            delays.reschedule(task, 5)
-        proxy.refuse()
-        for call in (
-            lambda: delays.reschedule(task, 5),
-            lambda: delays.cancel(task),
-            lambda: delays.get(task),
-        ):
-            with pytest.raises(e.StoreUnavailableError):
-                call()
-        with (
-            pytest.raises((e.SessionUnusableError, DatabaseError)),
-            transaction.atomic(delays.alias),
-        ):
-            delays.get(task)
-        proxy.heal()
-        assert delays.cancel(task)
-
-
-@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
-def test_a_connection_to_a_former_primary_is_closed_after_one_call(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
-    with instance_on(request.getfixturevalue(f"{kind}_url"), f"demoted_{kind}") as delays:
-        with connections[delays.alias].cursor() as cursor:
-            cursor.execute(READ_ONLY[kind])
-        with pytest.raises(e.StoreUnavailableError, match=r"(?i)read.only transaction"):
-            delays.schedule_delay("mail", {}, 60)
-        delays.schedule_delay("mail", {}, 60)
-        assert len(delays.find(tag="mail").tasks) == 1
 
 
 # -- `manage.py check` ----------------------------------------------------------------------------
@@ -626,23 +501,26 @@ MakeProject = Callable[..., DjangoDelays]
 
 @pytest.fixture
 def make_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeProject]:
-    """Return a function that makes the project's instance, on an SQLite file without tables."""
+    """Return a function that makes the project's instance, on SQLite files without tables."""
+    from delaytasks.contrib.django import models
+
     made: list[DjangoDelays] = []
 
-    def make(
-        broker_url: str | None = "memory://", database: str = "checked", **settings: Any
-    ) -> DjangoDelays:
+    def make(broker_url: str | None = "memory://", **settings: Any) -> DjangoDelays:
         app = django_settings.new_celery_app()
         app.conf.broker_url = broker_url
-        made.append(DjangoDelays(app, database, **settings))
-        monkeypatch.setattr(checks, "project_delays", lambda: made[-1])
+        made.append(DjangoDelays(app, "checked", **settings))
+        for module in (checks, models, command):
+            monkeypatch.setattr(module, "project_delays", lambda: made[-1])
         return made[-1]
 
-    django_settings.add_database("checked", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
+    for name in ("checked", "archive"):
+        django_settings.add_database(name, f"sqlite:///{tmp_path / name}.sqlite3")
     yield make
     for delays in made:
         delays.close()
-    django_settings.remove_database("checked")
+    for name in ("checked", "archive"):
+        django_settings.remove_database(name)
 
 
 def found(**options: Any) -> dict[str, str]:
@@ -650,6 +528,19 @@ def found(**options: Any) -> dict[str, str]:
     messages = run_checks(tags=["delaytasks"], **options)
     assert all(message.hint for message in messages)
     return {each.id.removeprefix("delaytasks."): f"{each.msg} {each.hint}" for each in messages}
+
+
+def test_only_the_configured_database_has_tables(make_project: MakeProject) -> None:
+    from delaytasks.contrib.django.models import DelayTaskRow
+
+    delays = make_project()
+    for name in ("checked", "archive"):
+        call_command("migrate", database=name, verbosity=0)
+    task = delays.schedule_delay("order.close", {"order": 7}, 60)
+    assert [row.id for row in DelayTaskRow.objects.all()] == [task.id]
+    table = runtime_of(delays).store.schema.tasks.name
+    assert table in connections["checked"].introspection.table_names()
+    assert table not in connections["archive"].introspection.table_names()
 
 
 def test_only_a_wrong_horizon_or_broker_is_a_problem(make_project: MakeProject) -> None:
@@ -689,37 +580,35 @@ def test_tables_that_are_missing_or_of_another_version_are_reported(
 
 
 @pytest.fixture
-def commanded(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> DjangoDelays:
+def commanded(make_project: MakeProject) -> DjangoDelays:
     """Return the project's instance, with tables."""
     made = make_project(tags="any")
     migrations.upgrade(runtime_of(made).store.database)
-    monkeypatch.setattr(command, "project_delays", lambda: made)
     return made
-
-
-def manage(*arguments: str) -> int | str | None:
-    """Run `manage.py delays …` as Django does, and return its exit code."""
-    with pytest.raises(SystemExit) as caught:
-        command.Command().run_from_argv(["./manage.py", "delays", *arguments])
-    return caught.value.code
 
 
 def test_manage_py_has_the_commands_of_the_command_line_and_passes_their_options_on(
     commanded: DjangoDelays, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def manage(*arguments: str) -> tuple[Any, Any]:
+        """Run `manage.py delays …` as Django does, and return its exit code and its output."""
+        with pytest.raises(SystemExit) as caught:
+            command.Command().run_from_argv(["./manage.py", "delays", *arguments])
+        return caught.value.code, capsys.readouterr()
+
     options = ["--settings=shop.settings", "schedule", "mail", "--delay", "60"]
-    assert manage(*options, "--pythonpath", "src", "--json", "--", "-1") == 0
-    assert json.loads(capsys.readouterr().out)["body"] == -1
-    assert manage("list", "--set") == 2  # no abbreviation of --settings
-    assert "No such option" in capsys.readouterr().err
+    code, said = manage(*options, "--pythonpath", "src", "--json", "--", "-1")
+    assert (code, json.loads(said.out)["body"]) == (0, -1)
+    code, said = manage("list", "--set")  # no abbreviation of --settings
+    assert (code, "No such option" in said.err) == (2, True)
+    code, said = manage("list", "--help")
+    assert (code, "Usage: manage.py delays list " in said.out) == (0, True)
     with pytest.raises(SystemExit):
         command.Command().print_help("manage.py", "delays")
     shown, listed = capsys.readouterr().out, re.compile(r"^  ([a-z][a-z-]*)  ", re.MULTILINE)
     assert "Usage: manage.py delays" in shown
     assert listed.findall(shown) == listed.findall(CliRunner().invoke(main, ["--help"]).output)
     assert "list" in listed.findall(shown)
-    assert manage("list", "--help") == 0
-    assert "Usage: manage.py delays list " in capsys.readouterr().out
 
 
 def test_call_command_returns_the_output_and_raises_the_error(commanded: DjangoDelays) -> None:

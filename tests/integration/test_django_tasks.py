@@ -70,32 +70,24 @@ def test_a_task_runs_and_its_result_has_its_value(declared: Any, tester: DelaysT
     assert refused.errors[0].exception_class is TypeError, "JSON cannot express its result"
 
 
-def test_a_task_belongs_to_the_enqueuing_transaction(declared: Any, tester: DelaysTester) -> None:
+def test_a_task_is_of_the_transaction_waits_for_run_after_and_runs_by_its_priority(
+    declared: Any, tester: DelaysTester
+) -> None:
+    note = declared.note
     with transaction.atomic():
-        enqueued = declared.note.enqueue("never")
+        enqueued = note.enqueue("never")
         transaction.set_rollback(True)
     with pytest.raises(TaskResultDoesNotExist):
-        declared.note.get_result(enqueued.id)
-    tester.run_due()
-    assert not declared.noted
-
-
-def test_a_task_waits_until_run_after(declared: Any, tester: DelaysTester) -> None:
-    later = declared.note.using(run_after=tester.now + timedelta(hours=1))
-    enqueued = later.enqueue("late")
-    assert declared.note.get_result(enqueued.id).task == later
-    tester.fast_forward("59m")
-    assert not declared.noted
-    tester.fast_forward("1m")
-    assert declared.noted == ["late"]
-
-
-def test_tasks_with_a_higher_priority_run_first(declared: Any, tester: DelaysTester) -> None:
+        note.get_result(enqueued.id)
+    later = note.using(run_after=tester.now + timedelta(hours=1))
+    assert note.get_result(later.enqueue("late").id).task == later
     for priority in (-100, 0, 100, -20, 50):
-        enqueued = declared.note.using(priority=priority).enqueue(priority)
-        assert declared.note.get_result(enqueued.id).task.priority == priority
-    tester.run_due()
+        enqueued = note.using(priority=priority).enqueue(priority)
+        assert note.get_result(enqueued.id).task.priority == priority
+    tester.fast_forward("59m")
     assert declared.noted == [100, 50, 0, -20, -100]
+    tester.fast_forward("1m")
+    assert declared.noted[5:] == ["late"]
 
 
 def test_a_failed_task_is_retried_and_has_all_errors(declared: Any, tester: DelaysTester) -> None:
@@ -120,46 +112,39 @@ def test_a_failed_task_is_retried_and_has_all_errors(declared: Any, tester: Dela
     assert sent == [("RUNNING", 1, 0), ("RUNNING", 2, 1), ("RUNNING", 3, 2), ("FAILED", 3, 3)]
 
 
-def test_a_cancelled_task_has_failed(declared: Any, tester: DelaysTester) -> None:
-    result = declared.note.enqueue("never")
-    project_delays().cancel(result.id)
+def test_cancelled_tasks_and_foreign_bodies_have_failed_and_unknown_ids_no_result(
+    declared: Any, tester: DelaysTester
+) -> None:
+    from django.db import connection
+
+    delays, result = project_delays(), declared.note.enqueue("never")
+    delays.cancel(result.id)
     result.refresh()
     assert result.status == TaskResultStatus.FAILED
     assert result.errors[0].exception_class.__name__ == "TaskCancelledError"
-
-
-def test_unknown_ids_and_rows_of_others_have_no_result(declared: Any, tester: DelaysTester) -> None:
+    for body in ('{"args": 7}', '["os.system"]', '"text"'):
+        result = declared.note.enqueue("never")
+        with connection.cursor() as cursor:
+            statement = "UPDATE yb_delay_task_message SET message_body = %s WHERE id = %s"
+            cursor.execute(statement, [body, result.id])
+        [run] = tester.run_due(raises=False)
+        assert "refuses the body" in str(run.error)
+        assert delays.get(result.id).status is Status.FAILED
     for id in ("7", "", "1 OR 1=1", "9" * 40):
         with pytest.raises(TaskResultDoesNotExist):
             declared.note.get_result(id)
-    delays = project_delays()
     delays.processor("order.close")(declared.noted.append)
     with pytest.raises(TaskResultDoesNotExist, match="no Django task"):
         declared.note.get_result(str(delays.schedule_delay("order.close", {}, 60).id))
 
 
-@pytest.mark.parametrize("change", ['{"args": 7}', '["os.system"]', '"text"'])
-def test_foreign_bodies_fail_their_tasks(declared: Any, tester: DelaysTester, change: str) -> None:
-    from django.db import connection
-
-    result = declared.note.enqueue("never")
-    with connection.cursor() as cursor:
-        cursor.execute("UPDATE yb_delay_task_message SET message_body = %s", [change])
-    [run] = tester.run_due(raises=False)
-    assert "refuses the body" in str(run.error)
-    assert project_delays().get(result.id).status is Status.FAILED
-
-
 def test_workers_must_be_able_to_find_a_task(declared: Any, tester: DelaysTester) -> None:
     with pytest.raises(ours.InvalidTask, match=r"declare it with @task\(backend='default'\)"):
         declared.of_another_backend.using(backend="default").enqueue()
-    hidden = replace(declared.note, func=_undecorated)
+    hidden = replace(declared.note, func=find_spec)  # which its module does not decorate
     with pytest.raises(ours.InvalidTask, match="decorate the function where it is defined"):
         hidden.enqueue()
     assert not tester.scheduled()
-
-
-def _undecorated() -> None: ...
 
 
 @pytest.mark.slow

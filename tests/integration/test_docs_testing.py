@@ -5,7 +5,6 @@ The first line of a block names its file. The blocks of Django and Flask belong 
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,50 +14,45 @@ import pytest
 
 from tests.doc_pages import section
 from tests.integration.shops import fresh_database
-from tests.running import ROOT, output_of
+from tests.running import ROOT, clean_environment, output_of
 
 PAGE = ROOT / "docs" / "testing.md"
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("postgresql", "mysql")]
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=["sqlite", *SLOW])
+@pytest.fixture(params=["sqlite", "postgresql", "mysql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Create an empty database."""
     yield from fresh_database(request.param, request, tmp_path)
 
 
-def write_files(heading: str, folder: Path, page: Path = PAGE) -> None:
+def write_files(heading: str, folder: Path) -> None:
     """Write the files of a section."""
-    for block in section(page, heading):
+    for block in section(PAGE, heading):
         if block.file is not None:
             path = folder / block.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text)
 
 
-def run(folder: Path, url: str, *arguments: str) -> str:
-    ours_begin = ("DELAYTASKS_", "PYTEST_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours_begin)}
-    # A section takes minutes as its delay; the examples read theirs from the environment.
-    ours = {
-        "PYTHONPATH": str(ROOT), "TEST_DATABASE_URL": url, "SHOP_DATABASE_URL": url,
-        "CELERY_BROKER_URL": "amqp://localhost:1//", "SHOP_PAY_WITHIN_S": "1800",
-    }  # fmt: skip
-    return output_of([sys.executable, *arguments], folder, {**kept, **ours})
-
-
 def run_pytest(folder: Path, url: str, *options: str) -> str:
     (folder / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
-    return run(folder, url, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options)
+    command = [sys.executable, *"-m pytest -q -p no:cacheprovider".split(), *options]
+    # A section takes minutes as its delay; the examples read theirs from the environment.
+    own = {"PYTHONPATH": str(ROOT), "SHOP_PAY_WITHIN_S": "1800"}
+    own |= {"CELERY_BROKER_URL": "amqp://localhost:1//"}
+    urls = dict.fromkeys(["TEST_DATABASE_URL", "SHOP_DATABASE_URL"], url)
+    return output_of(command, folder, clean_environment(**own, **urls))
 
 
-@pytest.mark.slow
-def test_celery_and_sqlalchemy(url: str, tmp_path: Path) -> None:
+def test_celery_sqlalchemy_and_fastapi_with_synchronous_sessions(url: str, tmp_path: Path) -> None:
     write_files("Celery and SQLAlchemy", tmp_path)
-    assert "4 passed" in run_pytest(tmp_path, url)
-    assert "4 passed" in run_pytest(tmp_path, url)  # the first run has left no rows
+    for _ in range(2):  # the first run leaves no rows
+        assert "4 passed" in run_pytest(tmp_path, url)
+    write_files("FastAPI with synchronous sessions", tmp_path)
+    assert "1 passed" in run_pytest(tmp_path, url, "test_shop_api.py")
 
 
 #: Repeats the tests of the page, none of which may leave rows.
@@ -72,17 +66,9 @@ def test_without_db(delays_tester):
 """
 
 
-@pytest.mark.slow
 def test_pytest_django(url: str, tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(ROOT / "examples" / "django_shop", project)
     write_files("Django", project)
     (project / "tests" / "test_more.py").write_text(MORE)
     assert "5 passed" in run_pytest(project, url, "--ds=shop.settings", "tests")
-
-
-@pytest.mark.slow
-def test_fastapi_with_synchronous_sessions(url: str, tmp_path: Path) -> None:
-    write_files("Celery and SQLAlchemy", tmp_path)
-    write_files("FastAPI with synchronous sessions", tmp_path)
-    assert "1 passed" in run_pytest(tmp_path, url, "test_shop_api.py")

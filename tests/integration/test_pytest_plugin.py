@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
-from tests.running import ROOT
+from tests.running import ROOT, clean_environment
 
 CONFTEST = """
     import pytest
@@ -29,64 +28,67 @@ CONFTEST = """
             create_tables(connection, app)
         engine.dispose()
 """
+TESTS = """
+    import pytest
+    from conftest import app, closed
+
+    @app.processor("order.fail")
+    def fail(body):
+        raise ValueError("no money")
+
+    def test_it(delays, delays_tester):
+        assert delays is app
+        delays.schedule_delay("order.close", 7, "30m", key="7")
+        delays_tester.assert_scheduled("order.close", key="7", within="30m")
+        delays_tester.fast_forward("30m")
+        assert closed == [7]
+
+    class TestOther:
+        @pytest.fixture
+        def delays(self):
+            closed.append("found")
+            return app
+
+        @pytest.fixture
+        def delays_bind(self):
+            closed.append("bound")
+
+        def test_it(self, delays_tester):
+            assert delays_tester.scheduled() == []
+            assert sorted(closed[1:]) == ["bound", "found"]
+
+    def test_difference(delays_tester):
+        app.schedule_delay("order.close", {"order": 7}, "30m", key="7")
+        delays_tester.assert_scheduled("order.close", key="7", body={"order": 8})
+
+    def test_error(delays_tester):
+        app.schedule_delay("order.fail", 7, 0)
+        delays_tester.run_due()
+"""
+ALONE = """
+    import sys
+
+    def test_it():
+        names = {name.partition(".")[0] for name in sys.modules}
+        assert not names & {"delaytasks", "celery", "kombu", "sqlalchemy"}
+"""
 
 
-def run_pytest(folder: Path, tests: str, *options: str, conftest: str = CONFTEST) -> str:
+def run_pytest(folder: Path, tests: str, conftest: str = "") -> str:
     """Run tests in an empty folder as a user does, and return the output."""
-    (folder / "conftest.py").write_text(textwrap.dedent(conftest))
-    (folder / "test_shop.py").write_text(textwrap.dedent(tests))
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for name in [name for name in environment if name.startswith(("DELAYTASKS_", "PYTEST_"))]:
-        del environment[name]
+    files = {"pytest.ini": "[pytest]", "conftest.py": conftest, "test_shop.py": tests}
+    for name, text in files.items():
+        (folder / name).write_text(textwrap.dedent(text))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
+        cwd=folder, env=clean_environment(PYTHONPATH=str(ROOT)),
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     return done.stdout + done.stderr
 
 
 def test_the_fixtures_find_the_instance_and_failures_show_their_line(tmp_path: Path) -> None:
-    output = run_pytest(
-        tmp_path,
-        """
-        import pytest
-        from conftest import app, closed
-
-        @app.processor("order.fail")
-        def fail(body):
-            raise ValueError("no money")
-
-        def test_it(delays, delays_tester):
-            assert delays is app
-            delays.schedule_delay("order.close", 7, "30m", key="7")
-            delays_tester.assert_scheduled("order.close", key="7", within="30m")
-            delays_tester.fast_forward("30m")
-            assert closed == [7]
-
-        class TestOther:
-            @pytest.fixture
-            def delays(self):
-                closed.append("found")
-                return app
-
-            @pytest.fixture
-            def delays_bind(self):
-                closed.append("bound")
-
-            def test_it(self, delays_tester):
-                assert delays_tester.scheduled() == []
-                assert sorted(closed[1:]) == ["bound", "found"]
-
-        def test_difference(delays_tester):
-            app.schedule_delay("order.close", {"order": 7}, "30m", key="7")
-            delays_tester.assert_scheduled("order.close", key="7", body={"order": 8})
-
-        def test_error(delays_tester):
-            app.schedule_delay("order.fail", 7, 0)
-            delays_tester.run_due()
-        """,
-    )
+    output = run_pytest(tmp_path, TESTS, CONFTEST)
     assert "2 failed, 2 passed" in output, output
     asserted, failed = output.partition("short test summary")[0].split("_ test_error _")
     assert ">       delays_tester.assert_scheduled(" in asserted, output
@@ -97,15 +99,4 @@ def test_the_fixtures_find_the_instance_and_failures_show_their_line(tmp_path: P
 
 
 def test_a_run_without_the_fixtures_imports_nothing_of_delaytasks(tmp_path: Path) -> None:
-    output = run_pytest(
-        tmp_path,
-        """
-        import sys
-
-        def test_it():
-            names = {name.partition(".")[0] for name in sys.modules}
-            assert not names & {"delaytasks", "celery", "kombu", "sqlalchemy"}
-        """,
-        conftest="",
-    )
-    assert "1 passed" in output, output
+    assert "1 passed" in (output := run_pytest(tmp_path, ALONE)), output
