@@ -39,7 +39,7 @@ from delaytasks.model.filters import Filter, Filters
 from delaytasks.model.inputs import ALL_QUEUES, check_id, check_tag, parse_duration
 from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
-from delaytasks.operate.forecast import HOUR_S, KEPT_S, LONGEST_KEPT_S, Forecast, busiest, headline
+from delaytasks.operate.forecast import HOUR_S, KEPT_S, Forecast, busiest, headline
 from delaytasks.operate.health import Problem, verdict_of
 from delaytasks.operate.operations import NO_LIMIT
 from delaytasks.operate.searches import SearchTimeoutError
@@ -89,10 +89,9 @@ def _ahead(found: DeploymentState) -> list[Problem]:
     """Return a problem if an hour of the last forecast does not fit."""
     if not found.alive:
         return []  # the forecast would be that of assumed processes
-    make, cache = state().delays.forecast, state().forecasts
-    recent = cache.get("week", KEPT_S, make, longest_s=LONGEST_KEPT_S)
-    full = recent.first_full
-    if full is None or (found.overdue and full.start <= found.now):
+    recent = state().forecasts.last("week", KEPT_S, state().delays.forecast)
+    full = None if recent is None else recent.first_full
+    if recent is None or full is None or (found.overdue and full.start <= found.now):
         return []  # the overdue tasks are the peak
     text = f"A peak is ahead. {headline(recent, day_and_time)}"
     return [Problem("warning", text, "forecast", flaw="a peak ahead will start late")]

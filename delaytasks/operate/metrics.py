@@ -23,7 +23,7 @@ from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LATE_S, late_start
 from delaytasks.model.text import needs_extra
-from delaytasks.operate.forecast import KEPT_S, LONGEST_KEPT_S, Forecast, make_forecast
+from delaytasks.operate.forecast import KEPT_S, Forecast, make_forecast
 from delaytasks.operate.serving import SharedCache
 from delaytasks.operate.state import DeploymentState, ask_broker
 from delaytasks.run.observers import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, RunCounts
@@ -188,18 +188,13 @@ class DatabaseMetrics(Collector):
         yield gauge("database_up", "Whether the database answers.", found is not None)
         if found is not None:
             yield from table_metrics(found)
-            yield from peak_metrics(self._forecast(), found.now)
+            forecast = self._cache.last("forecast", KEPT_S, partial(make_forecast, runtime))
+            yield from peak_metrics(forecast, found.now)
         if runtime.direct_timer is None:
             yield gauge("broker_up", "Whether the broker answers.", ask_broker(runtime) is None)
         if runtime.redis_timer is not None:
             is_up = runtime.redis_timer.counts([runtime.settings.default_queue]) is not None
             yield gauge("redis_timer_up", "Whether the Redis of the timer answers.", is_up)
-
-    def _forecast(self) -> Forecast | None:
-        with suppress(StoreError):  # the other metrics do not need it
-            make = partial(make_forecast, self._runtime)
-            return self._cache.get("forecast", KEPT_S, make, longest_s=LONGEST_KEPT_S)
-        return None
 
 
 def table_metrics(found: DeploymentState) -> Iterator[Metric]:

@@ -10,11 +10,13 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from delaytasks.loops import within
 from delaytasks.model.clock import monotonic
-from delaytasks.model.errors import ConfigError
+from delaytasks.model.errors import ConfigError, StoreError
 from delaytasks.operate.health import HealthChecks
 from delaytasks.settings import make_folder, write_file
 
@@ -75,6 +77,9 @@ KEPT_PER_READ = 20.0
 LONGEST_KEPT_S = 60.0
 #: Seconds for which the waiting threads get the error of a read instead of repeating it.
 ERROR_KEPT_S = 4.0
+#: Seconds for which a caller that has to answer soon waits for an expensive value. Its reads take
+#: half a percent of the time, if that is at most an hour.
+PATIENCE_S, LAST_PER_READ, LAST_LONGEST_S = 0.5, 200.0, 3600.0
 
 
 class _Slot:
@@ -98,6 +103,7 @@ class SharedCache:
         kept_s: float,
         read: Callable[[], T],
         *,
+        per_read: float = KEPT_PER_READ,
         longest_s: float = LONGEST_KEPT_S,
         has_failed: Callable[[T], bool] = lambda value: False,
     ) -> T:
@@ -108,32 +114,54 @@ class SharedCache:
 
         Parameters
         ----------
-        longest_s
-            The longest time for which a value is kept whose read took long.
+        per_read, longest_s
+            A value is kept this many times as long as its read took, but not longer than that.
         has_failed
             Says that a value contains an error. It is then kept for `kept_s` seconds, however long
             the database was silent.
         """
-        with self._lock:
-            slot = self._slots.setdefault(key, _Slot())
-            self._slots.move_to_end(key)
-            while len(self._slots) > MOST_VALUES:
-                self._slots.popitem(last=False)
+        slot = self._slot(key)
         with slot.lock:
             if monotonic() >= slot.until:
                 began, slot.error = monotonic(), None
                 try:
                     slot.value = read()
                 except Exception as error:
-                    slot.error, slot.until = error, monotonic() + min(kept_s, ERROR_KEPT_S)
+                    slot.value, slot.error = None, error
+                    slot.until = monotonic() + min(kept_s, ERROR_KEPT_S)
                     raise
                 ended = monotonic()
-                slow_s = min(KEPT_PER_READ * (ended - began), longest_s)
+                slow_s = min(per_read * (ended - began), longest_s)
                 slot.until = ended + (kept_s if has_failed(slot.value) else max(kept_s, slow_s))
             if slot.error is not None:
                 raise slot.error.with_traceback(None)  # each raise would make it longer
             value: T = slot.value
             return value
+
+    def last(self, key: Hashable, kept_s: float, read: Callable[[], T]) -> T | None:
+        """Return the last value, for pages and scrapes, while a thread makes an expensive new one.
+
+        The caller that finds the last one too old waits for `PATIENCE_S` seconds. Without a last
+        value, or after an error of the database, None is returned.
+        """
+
+        def renew() -> T:
+            return self.get(key, kept_s, read, per_read=LAST_PER_READ, longest_s=LAST_LONGEST_S)
+
+        slot = self._slot(key)
+        if monotonic() >= slot.until and not slot.lock.locked():
+            with suppress(TimeoutError, StoreError):
+                within(PATIENCE_S, renew)
+        last: T | None = slot.value
+        return last
+
+    def _slot(self, key: Hashable) -> _Slot:
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot())
+            self._slots.move_to_end(key)
+            while len(self._slots) > MOST_VALUES:
+                self._slots.popitem(last=False)
+            return slot
 
     def forget(self) -> None:
         """Drop all values, after an action whose effect the viewer wants to see."""

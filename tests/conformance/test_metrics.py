@@ -79,6 +79,7 @@ def test_the_workers_that_report_are_counted_and_show_what_they_lack(world: Worl
 
 
 def test_the_peak_of_the_next_week_is_forecast(world: World) -> None:
+    world.lower(patience_of_pages=60)
     values = Values(world.delays)
     assert values.of("forecast_peak_utilization") == 0
     assert values.of("forecast_peak_in_seconds") is None

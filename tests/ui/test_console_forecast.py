@@ -12,7 +12,7 @@ import pytest
 from delaytasks import NewTask
 from delaytasks.console.viewers import Role
 from delaytasks.db.types import db_now_plus
-from delaytasks.operate import forecast
+from delaytasks.operate import forecast, serving
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, healthy_site, make_delays, write_on_time
 from tests.ui.test_console_bulk import confirm
@@ -83,6 +83,7 @@ def test_a_wrong_question_is_explained(site: Site, query: str) -> None:
 def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A deployment with one process, in which nothing is wrong."""
     monkeypatch.setattr(forecast, "ASSUMED_DURATION_S", 2.0)
+    monkeypatch.setattr(serving, "PATIENCE_S", 60.0)
     with healthy_site(tmp_path) as site:
         yield site
 
