@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import BigInteger, Boolean, ColumnElement, DateTime, ScalarSelect, Text, select
+from sqlalchemy import Boolean, ColumnElement, DateTime, ScalarSelect, Text, select
 from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import functions
@@ -128,15 +128,6 @@ def once(instant: ColumnElement[datetime]) -> ScalarSelect[datetime]:
     index.
     """
     return select(instant).scalar_subquery()
-
-
-class epoch_s(_Expression[int]):
-    """The whole seconds since 1970 of an instant, rounded down."""
-
-    type = BigInteger()
-    postgresql = "CAST(floor(extract(epoch FROM {0})) AS BIGINT)"
-    mysql = "TIMESTAMPDIFF(SECOND, '1970-01-01', {0})"
-    sqlite = "CAST(strftime('%s', {0}) AS INTEGER)"
 
 
 class latest(_Expression[datetime]):
@@ -272,8 +263,6 @@ class Capabilities:
     reads_as_of_start: bool = False
     #: A server-side cursor returns rows in parts, inside a transaction.
     server_side_cursors: bool = False
-    #: TABLESAMPLE reads some blocks of a table, chosen at random.
-    block_samples: bool = False
     #: A column of instants has a time zone, and its text may name one.
     time_zones: bool = False
 
@@ -287,7 +276,6 @@ POSTGRESQL = Capabilities(
     looks_up_lists=True,
     prepare=True,
     server_side_cursors=True,
-    block_samples=True,
     time_zones=True,
 )
 MYSQL = Capabilities(looks_up_lists=True, reads_as_of_start=True, server_side_cursors=True)

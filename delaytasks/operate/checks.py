@@ -89,10 +89,17 @@ class StartChecks:
         first = str(broker[0] if isinstance(broker, (list, tuple)) and broker else broker)
         default = REDIS_VISIBILITY_S if first.startswith(_REDIS_SCHEMES) else None
         visibility = (conf.broker_transport_options or {}).get("visibility_timeout", default)
-        if horizon is not None and visibility is not None and horizon >= float(visibility):
+        try:
+            visible_s = None if visibility is None else float(visibility)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"visibility_timeout = {shown(visibility)} in broker_transport_options is no "
+                "number of seconds"
+            ) from None
+        if horizon is not None and visible_s is not None and horizon >= visible_s:
             raise ConfigError(
                 f"delaytasks_horizon = {horizon:g} s is not below the broker's "
-                f"visibility_timeout = {float(visibility):g}: messages could be delivered twice; "
+                f"visibility_timeout = {visible_s:g}: messages could be delivered twice; "
                 "lower the horizon, or raise visibility_timeout in broker_transport_options"
             )
 

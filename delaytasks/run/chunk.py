@@ -242,6 +242,7 @@ class TimeBudget:
                 self._changed.notify()
 
     def end_now(self, chunk: Chunk) -> None:
+        """End the budget of a chunk at once, open or not."""
         with self._changed:
             self._open[chunk] = monotonic()
             self._opened += 1

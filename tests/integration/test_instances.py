@@ -46,3 +46,6 @@ def test_the_horizon_must_be_below_the_brokers_visibility_timeout(
     delays = DelayTasks(app, data_dir=str(tmp_path), horizon=timeout_s or 3600)
     with pytest.raises(ConfigError, match=f"visibility_timeout = {timeout_s or 3600}"):
         runtime_of(delays).checks.check_settings()
+    app.conf.broker_transport_options = {"visibility_timeout": "an hour"}
+    with pytest.raises(ConfigError, match="'an hour' in broker_transport_options is no number"):
+        runtime_of(delays).checks.check_settings()
