@@ -86,6 +86,7 @@ def test_a_bulk_call_moves_the_tasks_of_its_statuses_as_single_calls_do(
         return sorted(
             [getattr(task, name) for name in columns]
             + [round(due_in(delays, task), -1), (task.id, task.version) in armed]
+            + [task.status is CANCELLED or task.cancel_request is None]
             for task in delays.find(tag=tag)
         )
 
@@ -294,6 +295,7 @@ def test_cancelled_tasks_wait_again_with_keys_and_times(world: World, delays: De
     tasks[2] = put(world, tasks[2], due_time=tasks[2].expected_time - timedelta(hours=1))
     schedule(delays, tag="pay", key="k")
     [run] = delays.bulk.cancel(everything=True).runs
+    assert not world.rows(select(world.table("keys")))
     assert counts(delays.bulk.rerun(entry=run, tag="mail", dry_run=True)) == (7, 0, 0)
     progress: list[BulkResult] = []
     options: Any = {"tag": "mail", "actor": "ann", "on_progress": progress.append}

@@ -290,6 +290,21 @@ def test_a_drain_survives_its_process_and_not_the_loss_of_the_database(main: Mai
     assert main.requests == []
 
 
+def test_rows_that_outlive_their_chunk_are_known_until_a_report_or_a_death(main: Main) -> None:
+    """Their leases are renewed, and a stop waits for them."""
+    dispatcher = main.dispatcher
+    main.take(20)
+    for pid in (1, 2):
+        main.end(pid=pid, detached=(pid, 70 + pid))
+    assert dispatcher.running() == ([], {1: (1, 71), 2: (2, 72)})
+    assert (dispatcher.pids(), dispatcher.is_at_work) == ({1, 2}, True)
+    main.take(1)
+    main.end(pid=1)
+    assert (dispatcher.pids(), dispatcher.is_at_work) == ({2}, True)
+    dispatcher.process_died(2)
+    assert (dispatcher.running(), dispatcher.is_at_work) == (([], {}), False)
+
+
 # -- waitlists ------------------------------------------------------------------------------------
 
 

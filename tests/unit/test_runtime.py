@@ -95,11 +95,14 @@ def test_another_thread_wakes_an_event_loop_that_waits(is_reset: bool) -> None:
 # -- the entries of a worker ----------------------------------------------------------------------
 
 
-def test_entries_that_a_stopped_worker_receives_are_sent_back(main: MainProcess) -> None:
+def test_entries_that_a_stopped_worker_held_or_receives_are_sent_back(main: MainProcess) -> None:
     broker = main.world.broker
     main.runtime.start()
-    main.runtime.stop()
     early, due = Entry(1, 0, main.clock.now_us() + 60_000_000), Entry(2, 0, main.clock.now_us())
+    main.dispatcher.receive([early])
+    main.runtime.stop()
+    assert (broker.armed, main.held) == ([early], 0)
+    broker.lose()
     main.dispatcher.receive([early, due])
     main.drain("default", 5, 0)
     assert broker.armed == [early, due]
