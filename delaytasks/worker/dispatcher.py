@@ -9,9 +9,10 @@ What arrives, what is decided, and the constants that decide it:
   or if they are a burst that the pool cannot run in `BURST_BUDGETS` time budgets. While late ones
   wait here, other workers are asked each second to drain their queue.
 - *A drain*, from a look for overdue rows, a message, a dead process, or of entries left to the
-  table. Processes claim the queue's due rows until a claim is not full (`QueueDrain`). A process
-  continues with a deep queue for `CONTINUE_S`, or for `CONTINUE_IN_TURN_S` if others are drained.
-  Another process helps if a chunk takes longer than `HELD_UP_S`.
+  table. Processes claim the queue's due rows until a claim is not full, by a chunk that was sent
+  after the last request (`QueueDrain`). A process continues with a deep queue for `CONTINUE_S`, or
+  for `CONTINUE_IN_TURN_S` if others are drained. Another process helps if a chunk takes longer than
+  `HELD_UP_S`.
 - *A waitlist*, from a report. `TrackedWaitlists` says when a process looks for held rows that may
   start; changed limits end its pauses. A process serves waitlists for `SERVE_S`, or for
   `SERVE_ALONE_S` if no other process is free.
