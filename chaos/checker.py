@@ -73,7 +73,7 @@ class Verdict:
     findings: list[Finding] = field(default_factory=list)
 
     def add(self, other: Verdict) -> None:
-        self.counts += other.counts
+        self.counts.update(other.counts)  # `+=` would drop what was counted as 0
         self.recoveries += other.recoveries
         self.findings += other.findings
 

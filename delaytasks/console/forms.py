@@ -83,8 +83,13 @@ def texts_of(form: MultiDict[str, str], name: str) -> list[str]:
 
 def values_of(parameters: Iterable[Parameter], form: MultiDict[str, str]) -> dict[str, Any]:
     """Return the typed values by the names of the parameters, without those left empty."""
-    typed = ((each, "\n".join(texts_of(form, each.name))) for each in parameters)
-    return {each.name: _value(each, text) for each, text in typed if text}
+    values = dict[str, Any]()
+    for each in parameters:
+        if text := "\n".join(texts_of(form, each.name)):
+            values[each.name] = _value(each, text)
+        elif each.is_required:
+            raise InvalidInputError(f"the {each.name} is missing", each.name)
+    return values
 
 
 def _value(parameter: Parameter, text: str) -> Any:

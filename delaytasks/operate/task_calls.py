@@ -506,7 +506,7 @@ class Bulk(CallGroup):
 
 def _cancel_of(runtime: Runtime, entry: object) -> LogEntry:
     """Return the entry of a cancel of many tasks that has ended."""
-    id = check_id(entry.id if isinstance(entry, LogEntry) else entry)
+    id = check_id(entry.id if isinstance(entry, LogEntry) else entry, "entry")
     found = runtime.store.bulk.audit.get(id)
     if found is None:
         raise InvalidInputError(f"there is no log entry {id}; it may have been purged", "entry")

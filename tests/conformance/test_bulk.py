@@ -357,7 +357,7 @@ def test_only_the_entry_of_a_cancel_that_has_ended_can_be_rerun(
             delays.bulk.rerun(entry=result.runs[0])
     with invalid("entry", match="no log entry 7"):
         delays.bulk.rerun(entry=7)
-    with invalid("id"):
+    with invalid("entry"):
         delays.bulk.rerun(entry="none")
     monkeypatch.setattr("delaytasks.operate.task_calls.BulkRun._end", lambda *_: None)
     died = delays.bulk.cancel(tag="mail").runs[0]

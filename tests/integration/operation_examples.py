@@ -115,7 +115,7 @@ VALUES = {
     "overlap": "skip", "start": "2031-01-31T18:00:00Z", "entry": "of the deployment",
 }  # fmt: skip
 #: Words of messages that do not have the name of their parameter.
-SAYS = {"entry": "id", "recurring": "name", "tz": "time_zone", "retries": "retr"}
+SAYS = {"recurring": "name", "tz": "time_zone", "retries": "retr"}
 #: An invalid value of each kind, and a word of the message; by default the parameter's name.
 WRONG: dict[str, tuple[str, str]] = {
     "text": ("x" * 2100, ""), "integer": ("many", ""), "word": ("nothing", ""), "JSON": ("\0", ""),

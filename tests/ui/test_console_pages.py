@@ -294,6 +294,8 @@ def test_the_form_is_for_schedules_that_can_change_and_replaces_no_other(own_sit
     client.post("/do/recurring-set", data=fields)
     assert "there is a schedule feeds already" in client.get("/recurring").text
     assert recurring.get("feeds").tag == "feed.read"
+    client.post("/do/recurring-set", data={**fields, "name": ""})
+    assert "the name is missing" in client.get("/recurring").text
 
     @own_site.delays.recurring("0 9 * * *", name="declared")
     @own_site.delays.processor("declared.report")
