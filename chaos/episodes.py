@@ -83,9 +83,9 @@ class Mix:
         uniform = self._chance.uniform
         if mix == "overdue backlog":
             when = runtime_of(self._delays).clock.after(0.3)
-            # Nothing is claimed ahead of rows that take more than 0.1 s.
-            for _ in range(36):
-                self._schedule(None, uniform(0.02, 0.05), at=when)
+            # After quick rows a chunk has many rows, and some of the slow ones are given back.
+            for number in range(48):
+                self._schedule(None, uniform(0.1, 0.15) if number > 32 else 0, at=when)
             return
         for number in range(self._chance.randint(4, 8)):
             time.sleep(uniform(0, 0.05))
