@@ -35,8 +35,6 @@ SUBJECTS = {
     "chunk.failed": "error",
     "loop.failed": "error",
     "message.refused": "task",
-    "queue.blocked": "key",
-    "queue.unblocked": "key",
 }
 _OTHER_SUBJECTS = object()
 

@@ -407,9 +407,10 @@ class ReconnectStep(bootsteps.Step):
         publisher, queues = self._runtime.runtime.publisher, self._runtime.processes.queues
         options = self._consumer.app.conf.broker_transport_options or {}
         prefix = options.get("global_keyprefix", "")
-        self._blocked = ", ".join(prefix + publisher.queue(queue).name for queue in queues)
-        text = f"{type(error).__name__}: {error}"
-        self._runtime.events.emit("queue.blocked", key=self._blocked, error=text)
+        if self._blocked is None:
+            self._blocked = ", ".join(prefix + publisher.queue(queue).name for queue in queues)
+            text = f"{type(error).__name__}: {error}"
+            self._runtime.events.emit("queue.blocked", key=self._blocked, error=text)
         for queue in queues:
             # Each worker drains the queue from the table.
             publisher.rest(queue, BLOCKED_REST_S)

@@ -145,6 +145,9 @@ def test_workers_survive_and_start_with_keys_that_are_strings(
     server.client().flushall()
     is_used_again(d)
     worker.wait_for("queue.unblocked", 35)
+    told_before = worker.log().count("queue.blocked")
+    block(key)
+    wait_until(lambda: worker.log().count("queue.blocked") > told_before, 30, "the next report")
     assert not worker.ended()
     assert not second.ended()
 
