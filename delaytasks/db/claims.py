@@ -388,9 +388,12 @@ class Settlements:
         return bool(on.execute(statement.statement, parameters).rowcount)
 
     def _settle_part(self, ordered: Sequence[Settlement]) -> set[int]:
+        # If a row stays locked, the runner settles each row by itself. Meanwhile the leases of the
+        # other ones would end.
+        repeat = partial(self._db.repeat, waits_for_locks=False)
         if not any(s.ending.is_failure or _may_release_key(s) for s in ordered):
-            return self._db.autocommitted(lambda c: self._settled(c, ordered))
-        return self._db.transaction(lambda c: self._together(c, ordered))
+            return repeat(lambda c: self._settled(c, ordered), self._db.connect)
+        return repeat(lambda c: self._together(c, ordered), self._db.begin)
 
     def _together(self, on: Any, ordered: Sequence[Settlement]) -> set[int]:
         # Keys before tasks, in the order of a replacement: the other order would lead to deadlocks.

@@ -25,6 +25,7 @@ from sqlalchemy.util.concurrency import in_greenlet
 
 from delaytasks.db.engines import (
     DEMOTED,
+    LOCKED,
     TRIES,
     first_cause,
     forget_details,
@@ -468,17 +469,20 @@ class Database:
         unknown_id: int | None = None,
         tries: int = TRIES,
         may_switch: bool = True,
+        waits_for_locks: bool = True,
     ) -> T:
         """Call `work` with a connection, and repeat this after an error if that is safe.
 
         It is safe after a conflict, and after a lost connection too, because each of our statements
         is fenced by a version or names its own ids. Driver errors become errors of
         `delaytasks.model.errors`. `unknown_id` is the task that `work` changes, for the error
-        raised if its outcome is unknown. In the thread of an event loop, another thread does all
-        this, unless `may_switch` is False.
+        raised if its outcome is unknown. Without `waits_for_locks`, no try follows one that waited
+        for a locked row in vain. In the thread of an event loop, another thread does all this,
+        unless `may_switch` is False.
         """
         if may_switch and is_on_the_loop():
-            return off_the_loop(partial(self.repeat, work, connect, unknown_id, tries))
+            again = partial(self.repeat, work, connect, unknown_id, tries, False, waits_for_locks)
+            return off_the_loop(again)
         began, is_sent = time.monotonic(), False
         retry_for_s = min(RETRY_FOR_S, answer_limit.seconds or RETRY_FOR_S)
         for attempt in range(1, tries + 1):
@@ -497,6 +501,7 @@ class Database:
                 if DEMOTED.caused(error.orig):
                     self.dispose()  # the other connections of the pools lead to the same server
                 is_over = attempt == tries or time.monotonic() - began > retry_for_s
+                is_over |= not waits_for_locks and LOCKED.caused(error.orig)
                 if is_over or not is_worth_a_retry(error):
                     forget_details(error)
                     raise self._translated(error, unknown_id if is_sent else None) from error

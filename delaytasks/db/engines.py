@@ -359,6 +359,8 @@ CONFLICT = Failure(
     frozenset({1205, 1213, 1020, 3101}),
     ("database is locked",),
 )
+#: The one of these errors that comes after `ROW_LOCK_TIMEOUT_S`.
+LOCKED = Failure(("55P03",), frozenset({1205}), ("database is locked",))
 #: A server that accepts no writes: it was the primary, or lost its cluster (Galera's "not ready",
 #: read-only servers, sessions and InnoDB, group replication without a majority). A new connection
 #: may reach the primary.
@@ -505,9 +507,7 @@ def translate(
     if is_disconnect(error):
         return StoreUnavailableError(f"the database cannot be reached: {reason}")
     if CONFLICT.caused(error.orig):
-        return StoreUnavailableError(
-            f"the database stayed busy for {TRIES} tries: {reason}", is_locked=True
-        )
+        return StoreUnavailableError(f"the database stayed busy: {reason}", is_locked=True)
     if UNABLE.caused(error.orig):
         return StoreUnavailableError(f"the database cannot work now: {reason}", is_unable=True)
     if MISSING.caused(error.orig):

@@ -183,6 +183,7 @@ class BorrowedDatabase(SimulatedDatabase):
         unknown_id: int | None = None,
         tries: int = TRIES,
         may_switch: bool = True,
+        waits_for_locks: bool = True,
     ) -> T:
         """Call `work` once, in this thread: after an error the test's transaction cannot go on."""
         on = connect if connect is nullcontext else self.begin

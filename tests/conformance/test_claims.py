@@ -183,11 +183,8 @@ def test_each_level_has_its_own_position(world: World) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("locking", [1, MAX_LOCKED + 4], ids=["one", "many"])
-def test_a_row_left_locked_delays_no_other_row(
-    make_world: Any, monkeypatch: MonkeyPatch, locking: int
-) -> None:
-    monkeypatch.setattr("delaytasks.db.database.RETRY_FOR_S", 0)
-    world: World = make_world(lease=2, _chunk_time_budget_s=0.5)
+def test_a_row_left_locked_delays_no_other_row(make_world: Any, locking: int) -> None:
+    world: World = make_world(lease=4, _chunk_time_budget_s=0.5)
     # SQLite locks the whole database, so tasks that no worker can settle run again.
     others = [world.schedule() for _ in range(4 if world.has_row_locks and locking == 1 else 0)]
     engine, t = create_engine(world.url), world.table()
@@ -201,6 +198,11 @@ def test_a_row_left_locked_delays_no_other_row(
         with pytest.raises(StoreUnavailableError):
             world.run(*tasks, *others)
         assert world.statuses(others) == ["DONE"] * len(others)
+        for row in map(world.read, others):
+            assert row.execution_time is not None
+            assert row.update_time is not None
+            took = row.update_time - row.execution_time
+            assert took < timedelta(seconds=4), "their leases have not ended"
         connection.rollback()
     engine.dispose()
     told = world.told("task.row_locked")
