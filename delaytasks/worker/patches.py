@@ -423,7 +423,8 @@ class ReconnectStep(bootsteps.Step):
         connection.close = partial(_close_or_report, connection.close)
         if getattr(consumer, "hub", None) is not None:
             # The sockets leave the event loop before another thread closes them.
-            consumer.hub.reset()
+            reset_hub(consumer.hub)
+            self._runtime.call_soon(self._runtime.dispatcher.pump)
         return call_in_background(consumer, partial(close, error))
 
     def _on_ready(self, on_ready: Callable[[], None]) -> None:
@@ -433,6 +434,20 @@ class ReconnectStep(bootsteps.Step):
         if blocked is not None:
             self._runtime.events.emit("queue.unblocked", key=blocked)
         on_ready()
+
+
+def reset_hub(hub: Any) -> None:
+    """Remove all sockets from the event loop, which makes the calls that wait and forgets those
+    behind one that fails.
+
+    One of them may read from the lost connection. Its error must not end the worker.
+    """
+    while True:
+        try:
+            hub.reset()
+            return
+        except Exception as error:
+            logger.debug("a call of the event loop failed: %r", error)
 
 
 def _start_in_thread(start: Callable[[Any], None], consumer: Any) -> None:

@@ -10,8 +10,10 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from amqp.exceptions import ConnectionForced
 from sqlalchemy import insert
 
+from delaytasks.worker.patches import reset_hub
 from tests.conftest import open_store
 from tests.waiting import in_child, wait_until
 from tests.world import Entry, MainProcess, MakeWorld, World
@@ -90,6 +92,26 @@ def test_another_thread_wakes_an_event_loop_that_waits(is_reset: bool) -> None:
         hub.call_soon(called.append, 3)
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_a_lost_connection_that_the_event_loop_still_reads_does_not_end_the_worker() -> None:
+    hub, called = worker_hub(), list[int]()
+
+    def read() -> None:
+        called.append(1)
+        raise ConnectionForced("the broker closed the connection")
+
+    ours, other_end = socket.socketpair()
+    with ours, other_end, closing(hub):
+        hub.add_reader(ours, lambda: None)
+        for _ in range(2):
+            hub.call_soon(read)
+        reset_hub(hub)
+        assert (called, hub.readers) == ([1], {})
+        other_end.send(b"x")
+        hub.add_reader(ours, lambda: called.append(2))
+        loop = hub.create_loop()
+        wait_until(lambda: next(loop) or 2 in called, 10, "the event loop to go on")
 
 
 # -- the entries of a worker ----------------------------------------------------------------------
