@@ -33,7 +33,7 @@ DATABASES = os.environ.get("DELAYTASKS_TEST_DATABASES", "postgresql psycopg mari
 #: The files whose tests also run with psycopg 3, which sends the same statements as psycopg2. They
 #: hold what a driver does: COPY, lists, prepared statements, row counts, errors and instants.
 DRIVER_FILES = ["async", "claims", "connections", "inserts", "outages", "settlements", "times"]
-DRIVER_FILES += ["transactions", "world"]
+DRIVER_FILES += ["transactions"]
 _IS_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 _missing: dict[str, str] = {}
 _not_run: dict[str, set[str]] = defaultdict(set)

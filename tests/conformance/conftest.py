@@ -22,6 +22,5 @@ def timer(world: World) -> WorldBroker:
 
 @pytest.fixture
 def waiting_timer(world: World) -> WaitingTimer:
-    timer = WaitingTimer()
-    world.arm_by(timer)
+    timer = world.runtime.producer._timer = WaitingTimer()
     return timer

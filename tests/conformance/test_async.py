@@ -20,16 +20,16 @@ from sqlalchemy.orm import Session
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, Fail, Status
 from tests.waiting import wait_until, within
-from tests.world import MonkeyPatch, World, recording
+from tests.world import MonkeyPatch, World
 from tests.world.broker import RecordingTimer
 from tests.world.recording import LIMIT_S, WaitingTimer, engine_at, run, run_now
 
 # The asynchronous twins in threads
 
 
-def test_many_calls_empty_no_pool_and_block_no_loop(world: World, monkeypatch: MonkeyPatch) -> None:
+def test_many_calls_empty_no_pool_and_block_no_loop(world: World) -> None:
     delays, database = world.delays, world.store.database
-    used, most_used = set[int](), [0]
+    used, most_used, threads = set[int](), [0], set[int]()
 
     def take(link: Any, *_: Any) -> None:
         used.add(id(link))
@@ -38,18 +38,17 @@ def test_many_calls_empty_no_pool_and_block_no_loop(world: World, monkeypatch: M
     for engine in (database.auto, database.tx):
         event.listen(engine, "checkout", take)
         event.listen(engine, "checkin", lambda link, *_: used.discard(id(link)))
-    seen = recording.own_threads(delays)
+        event.listen(engine, "before_cursor_execute", lambda *_: threads.add(threading.get_ident()))
 
-    async def go(took: list[float]) -> list[DelayedTask]:
+    async def go() -> list[DelayedTask]:
         calls = (delays.aschedule_delay("mail", {"n": n}, 5) for n in range(500))
         return await asyncio.gather(*calls)
 
-    tasks, share = recording.run_timed(monkeypatch, go)
+    tasks = run(go())
     assert len({task.id for task in tasks}) == 500
     assert sorted(world.broker.ids) == sorted(task.id for task in tasks)
     assert most_used[0] <= delays.settings.pool_size
-    assert threading.get_ident() not in seen
-    assert share < 0.2  # 0.14 or less, on busy and on idle machines
+    assert threading.get_ident() not in threads
 
 
 def test_the_thread_has_the_context_variables_of_the_caller(delays: DelayTasks) -> None:
@@ -65,11 +64,16 @@ def test_the_thread_has_the_context_variables_of_the_caller(delays: DelayTasks) 
     assert seen == ["acme", "umbrella"]
 
 
-async def cancel_as_it_arms(call: Awaitable[Any], timer: WaitingTimer) -> None:
-    """Cancel a call when its row is committed, while the timer arms it."""
+async def begin_to_arm(call: Awaitable[Any], timer: WaitingTimer) -> asyncio.Future[Any]:
+    """Begin a call, and return it when its row is committed, while the timer arms it."""
     task = asyncio.ensure_future(call)
     while not timer.is_arming.is_set():
         await asyncio.sleep(0)
+    return task
+
+
+async def cancel_as_it_arms(call: Awaitable[Any], timer: WaitingTimer) -> None:
+    task = await begin_to_arm(call, timer)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -213,7 +217,9 @@ def test_arming_blocks_no_event_loop_and_a_commit_that_is_cancelled_meanwhile_is
 
     async def go() -> None:
         async with engine_at(database_url) as engine:
-            await recording.let_arm(waiting_timer, schedule(engine))
+            call = await begin_to_arm(schedule(engine), waiting_timer)
+            waiting_timer.loop_goes_on.set()
+            await call
             assert len(waiting_timer.ids) == 1
             waiting_timer.is_arming.clear()
             waiting_timer.loop_goes_on.clear()

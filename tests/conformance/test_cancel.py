@@ -11,7 +11,6 @@ from sqlalchemy.orm import Session
 
 import delaytasks as e
 from delaytasks import CancelResult, DelayedTask, Fail, Retry, Snooze, Status
-from tests.refusals import invalid
 from tests.world import MonkeyPatch, World
 
 # The answers of `cancel`. tests/conformance/test_moves.py cancels tasks of each status
@@ -35,8 +34,6 @@ def test_the_result_says_why_a_task_was_not_cancelled(world: World) -> None:
         assert type(by_key.error) is (e.TaskStateError if task is runs else e.TaskNotFoundError)
     unknown = world.cancel(4711)
     assert (type(unknown.error), unknown.reason) == (e.TaskNotFoundError, "there is no task 4711")
-    with invalid("id"):
-        world.delays.cancel("seven")
 
 
 @pytest.mark.parametrize("was_taken", [False, True], ids=["free", "taken"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, event, text
 from sqlalchemy.orm import Session
 
 from delaytasks import StoreError
@@ -162,7 +163,11 @@ def test_statements_are_planned_once_and_work_if_their_plans_do_not(field: Conne
     for is_forgotten in (False, True, False):
         waits = field.put()
         assert [one.id for one in field.claim(waits)] == [waits.id]
-        field.drop_prepared_of_transactions(is_forgotten)
+        with field.begin() as connection:
+            if is_forgotten:
+                connection.info.clear()
+            else:
+                connection.exec_driver_sql("DEALLOCATE ALL")
 
 
 @pytest.mark.slow
@@ -196,17 +201,19 @@ def kept(postgresql_url: str) -> Iterator[ConnectedWorld]:
 
 def test_the_kept_connection_is_used_replaced_and_left_to_the_parent(kept: ConnectedWorld) -> None:
     waits, first = kept.put_many(5), kept.session()
-    with kept.checked_out() as connections:
-        assert all(kept.claim(one) for one in waits)
+    connections: list[object] = []
+    event.listen(kept.store.database.auto, "checkout", lambda *args: connections.append(args))
+    assert all(kept.claim(one) for one in waits)
     assert (connections, kept.session()) == ([], first)
     kept.end_session(first)
     assert kept.ask("SELECT 1", tries=1) == [(1,)], "one that the server has ended is not used"
     second = kept.session()
-    other = kept.while_in_use(kept.session_of_another_thread)
+    with ThreadPoolExecutor(1) as pool:
+        other = kept.while_in_use(lambda: pool.submit(kept.session).result(10))
     assert len({first, second, other}) == 3
     assert kept.session() in (second, other), "no third connection is opened"
     third = kept.session()
-    kept.become_child()
+    kept.store.database.after_fork()
     assert kept.session() != third
     assert kept.has_session(third), "the parent's is still open"
 

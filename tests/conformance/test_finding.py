@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import select, text
 
 from delaytasks import DelayedTask, DelayTasks, Status, StoreError
+from delaytasks.operate.searches import limited_search
 from tests.conformance.bulk_tasks import NOON
 from tests.refusals import invalid
 from tests.world import World
@@ -132,18 +133,6 @@ def test_bulk_functions_take_ids_keys_and_several_statuses(delays: DelayTasks, t
         delays.bulk.rerun(status=["FAILED", "DONE"])
 
 
-WRONG_IDS: list[Any] = [([], "name 1 to 1,000"), (b"12", "b'12'"), ({7: "first"}, "first")]
-WRONG_IDS += [(range(1, 1002), "name 1 to 1,000"), (["7", "seven"], "seven"), ([0], "1 to")]
-WRONG_IDS += [(True, "True"), ("1,2", "1,2")]
-
-
-@pytest.mark.parametrize(("ids", "says"), WRONG_IDS)
-def test_wrong_ids_are_refused(delays: DelayTasks, ids: Any, says: str) -> None:
-    for call in (delays.find, delays.bulk.cancel, delays.bulk.rerun):
-        with invalid("ids", match=says):
-            call(ids=ids)
-
-
 # A search ends at its time limit, on every database
 
 
@@ -167,7 +156,7 @@ def test_a_search_ends_at_its_limit_and_the_connections_keep_none(world: World) 
     endless, limit = text(ENDLESS[world.kind]), text(LIMIT[world.kind])
     for work in (lambda connection: connection.execute(endless), ask_again_and_again):
         with pytest.raises(StoreError, match="narrow its filter"):
-            world.search(work, limit_s=0.2)
+            limited_search(world.store.database, work, 0.2)
     with world.begin() as connection:
         assert float(connection.execute(limit).scalar_one()) == 0
     assert float(world.rows(limit)[0][0]) == 0

@@ -8,8 +8,8 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from delaytasks import Forecast, NewTask, Status
-from tests.refusals import invalid
 from tests.world import MonkeyPatch, World
+from tests.world.run_counts import Counts
 
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 
@@ -23,6 +23,14 @@ def put_peak(world: World, tag: str, tasks: int, **options: Any) -> datetime:
     at = world.now().replace(minute=30, second=0, microsecond=0) + 2 * HOUR
     world.delays.schedule_many(NewTask(tag, n, at=at, **options) for n in range(tasks))
     return at
+
+
+def measure(world: World, *runs: tuple[str, int, float, timedelta]) -> None:
+    """Store the statistics of runs of a tag: their number, duration and age."""
+    counts = Counts(world)
+    for tag, number, duration_s, ago in runs:
+        counts.add_runs(world.now() - ago, tag, *[0.0] * number, duration_s=duration_s)
+    counts.write()
 
 
 # -- what is due ----------------------------------------------------------------------------------
@@ -74,7 +82,7 @@ def test_an_hour_that_needs_more_time_than_the_live_processes_have_is_named(
     world: World, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 7)
-    world.measure("mail", 30, 9.0, HOUR)
+    measure(world, ("mail", 30, 9.0, HOUR))
     for name in "abc":
         world.serve(name, "default")
     world.silence(2_600_000, "c")
@@ -99,8 +107,7 @@ def test_durations_are_means_of_the_last_days_that_tasks_in_one_process_share(wo
     world.delays.processor("concurrent", in_flight=4)(lambda body: None)
     runs = [("mail", 30, 0.1, HOUR), ("mail", 10, 0.5, DAY), ("old", 1000, 0.1, 30 * DAY)]
     runs += [("few", 3, 0.1, HOUR), ("batch", 100, 0.4, HOUR), ("concurrent", 100, 0.4, HOUR)]
-    for tag, count, duration_s, ago in runs:
-        world.measure(tag, count, duration_s, ago)
+    measure(world, *runs)
     expected = {"mail": (0.2, True), "batch": (0.04, True), "concurrent": (0.1, True)}
     expected |= {"old": (0.05, False), "few": (0.05, False)}
     for tag in expected:
@@ -146,15 +153,3 @@ def test_missed_occurrences_are_due_now_and_a_broken_timing_stops_no_forecast(wo
     world.set_columns("recurring", next_at=world.now() - 3 * HOUR)
     world.set_columns("recurring", {"name": "broken"}, timing="nonsense")
     assert dues(world.delays.forecast(1)) == {"sync": 25}
-
-
-# -- calls ----------------------------------------------------------------------------------------
-
-
-def test_wrong_arguments_are_refused(world: World) -> None:
-    wrong: dict[str, list[Any]] = {"processes": [0, True, 2.5]}
-    wrong["days"] = [0, "7", float("nan"), 10_000]
-    for name, values in wrong.items():
-        for value in values:
-            with invalid(name):
-                world.delays.forecast(**{name: value})

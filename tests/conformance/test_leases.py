@@ -11,13 +11,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from delaytasks import DelayedTask, LeaseLostError, Status, TaskStateError
+from delaytasks.db.sweep_queries import RegisteredWorker, WorkerTable
+from delaytasks.db.types import db_now_plus
 from tests.world import Level, MakeWorld, Recovered, World
-from tests.world.workers import FrozenWorker, Registry
+from tests.world.workers import FrozenWorker
 
 pytestmark = pytest.mark.quick
 
@@ -180,108 +184,139 @@ def test_leases_are_renewed_while_the_pool_replaces_a_process(worker: FrozenWork
 # The registry of workers. A worker that was lost stays for an hour, where only `lost` returns it
 
 
-@pytest.fixture
-def registry(world: World) -> Registry:
-    return Registry(world)
-
-
 #: More tags than the registry takes from a worker.
 TOO_MANY = [f"tag.{number}" for number in range(16_384)]
+SILENT_S = 60.0
 
 
-def present(registry: Registry) -> list[str]:
-    return [worker.name for worker in registry.present()]
+def expire(world: World) -> list[str]:
+    """Mark silent workers as lost, as a sweep does, and return their names."""
+    return world.store.workers.expire(SILENT_S)
 
 
-def lost(registry: Registry) -> list[str]:
-    return [worker.name for worker in registry.lost()]
+def present(world: World) -> list[RegisteredWorker]:
+    """Return the workers that are not lost."""
+    found = world.store.workers.registered(world.now(), SILENT_S)
+    assert [row["name"] for row in world.store.workers.all()] == [one.name for one in found]
+    return found
 
 
-def test_a_worker_is_listed_as_it_reports_until_it_stops_in_order(registry: Registry) -> None:
-    registry.report("w1", queues=["b", "a"], offset_us=-1500)
-    registry.report("w2", queues=[], pool="solo", concurrency=1)
-    first, _ = registry.present()
+def lose(world: World, *names: str) -> None:
+    """Let workers report, and be silent until they are lost."""
+    for name in names:
+        world.serve(name, "default")
+    world.silence(100, *names)
+    assert expire(world) == sorted(names)
+
+
+def lost(world: World) -> list[str]:
+    return [worker.name for worker in world.store.workers.lost()]
+
+
+def names(world: World) -> list[str]:
+    """Return the names in the table: those of workers that are present or lost."""
+    return sorted(row[0] for row in world.rows(select(world.table("workers").c.name)))
+
+
+def set_times(world: World, name: str, **seconds: float) -> None:
+    """Set times of a worker to these numbers of seconds from now."""
+    times = {column: db_now_plus(from_now_s) for column, from_now_s in seconds.items()}
+    world.set_columns("workers", {"name": name}, **times)
+
+
+def restart(world: World, name: str, queue: str = "default", pool: str = "prefork") -> None:
+    """Let a worker report by a process that has not reported before."""
+    table = WorkerTable(world.store.database, world.store.schema)
+    table.report(name, [queue], pool, 2, 0, ["note"])
+
+
+def test_a_worker_is_listed_as_it_reports_until_it_stops_in_order(world: World) -> None:
+    world.serve("w1", "b", "a", tags=["mail"], clock_offset_s=-0.0015)
+    world.serve("w2", pool="solo", size=1)
+    first, _ = present(world)
     assert (first.queues, first.pool, first.concurrency) == (["a", "b"], "prefork", 2)
     assert (first.tags, first.clock_offset_s) == (frozenset(["mail"]), -0.0015)
     lacking = {"broker_down_s": 400.0, "timer_down_s": 30.0, "beat_s": 90.0}
-    registry.report("w1", queues=["a"], pool="threads", tags=TOO_MANY, **lacking)
-    again, _ = registry.present()
+    world.serve("w1", "a", pool="threads", tags=TOO_MANY, **lacking)
+    again, _ = present(world)
     assert (again.queues, again.pool, again.tags) == (["a"], "threads", None)
     assert again.started_at == first.started_at <= first.seen_at <= again.seen_at
     for stored_s, measured_s in zip(again.services, lacking.values(), strict=True):
         assert stored_s is not None
         assert measured_s <= stored_s < measured_s + 60
-    registry.change("w1", started_at=-3600)
-    for is_restarted in (False, True):
-        registry.report("w1", is_restarted=is_restarted)
-        worker, _ = registry.present()
+    set_times(world, "w1", started_at=-3600)
+    for report, is_new in ((world.serve, False), (partial(restart, world), True)):
+        report("w1")
+        worker, _ = present(world)
         age_s = (worker.seen_at - worker.started_at).total_seconds()
-        assert (age_s < 3600) is is_restarted, "after a crash, it has a new start"
+        assert (age_s < 3600) is is_new, "after a crash, it has a new start"
         assert set(worker.services) == {None}
-    registry.lose("w3")
+    lose(world, "w3")
     for name in ("w1", "w3"):
-        registry.stop(name)
-    assert (registry.names(), lost(registry)) == (["w2"], [])
+        world.store.workers.remove(name)
+    assert (names(world), lost(world)) == (["w2"], [])
 
 
-def test_a_silent_worker_is_lost_once_until_it_reports(world: World, registry: Registry) -> None:
-    registry.report("alive")
+def test_a_silent_worker_is_lost_once_until_it_reports(world: World) -> None:
+    world.serve("alive", "default")
     before = world.now()
-    registry.lose("killed")
-    assert (registry.expire(), present(registry)) == ([], ["alive"])
-    [gone] = registry.lost()
+    lose(world, "killed")
+    assert (expire(world), [one.name for one in present(world)]) == ([], ["alive"])
+    [gone] = world.store.workers.lost()
     assert (gone.name, gone.queues, gone.concurrency) == ("killed", ["default"], 2)
     assert before <= gone.lost_at <= world.now()
     assert (gone.lost_at - gone.seen_at).total_seconds() >= 100
-    registry.report("killed", queues=["mail"], pool="threads", tags=["note"], is_restarted=True)
-    _, worker = registry.present()
+    restart(world, "killed", "mail", "threads")
+    _, worker = present(world)
     assert (worker.is_alive, worker.queues, worker.pool) == (True, ["mail"], "threads")
     assert worker.tags == frozenset(["note"])
     # Otherwise, a clock that is set back would make a live worker a lost one.
-    registry.change("killed", seen_at=-1000)
-    assert (present(registry), lost(registry)) == (["alive", "killed"], [])
-    assert registry.expire() == ["killed"], "it is lost a second time"
+    set_times(world, "killed", seen_at=-1000)
+    assert ([one.name for one in present(world)], lost(world)) == (["alive", "killed"], [])
+    assert expire(world) == ["killed"], "it is lost a second time"
 
 
-def test_simultaneous_reports_and_sweeps_have_each_name_once(registry: Registry) -> None:
-    names, start = [f"w{number:02}" for number in range(20)], threading.Barrier(4)
+def test_simultaneous_reports_and_sweeps_have_each_name_once(world: World) -> None:
+    workers, start = [f"w{number:02}" for number in range(20)], threading.Barrier(4)
 
     def work(_: int) -> list[str]:
         start.wait()
-        registry.report(*names)
+        for name in workers:
+            world.serve(name, "default")
         start.wait()
-        registry.change(*names, seen_at=-100)
+        world.silence(100, *workers)
         start.wait()
-        return registry.expire()
+        return expire(world)
 
     with ThreadPoolExecutor(4) as pool:
         found = [name for some in pool.map(work, range(4)) for name in some]
-    assert sorted(found) == sorted(lost(registry)) == names
+    assert sorted(found) == sorted(lost(world)) == workers
 
 
-def test_lost_workers_are_listed_for_an_hour_the_latest_loss_first(registry: Registry) -> None:
+def test_lost_workers_are_listed_for_an_hour_the_latest_loss_first(world: World) -> None:
     times = {"w1": (-50, -100), "w2": (-10, -100), "kept": (-3540, -3700), "over": (-3601, -3800)}
     times["before the clock was set back"] = 5100, 5000
-    registry.lose(*times)
+    lose(world, *times)
     for name, (lost_s, seen_s) in times.items():
-        registry.change(name, lost_at=lost_s, seen_at=seen_s)
-    assert registry.expire() == []
-    assert (lost(registry), registry.names()) == (["w2", "w1", "kept"], ["kept", "w1", "w2"])
+        set_times(world, name, lost_at=lost_s, seen_at=seen_s)
+    assert expire(world) == []
+    assert (lost(world), names(world)) == (["w2", "w1", "kept"], ["kept", "w1", "w2"])
 
 
-def test_a_lost_worker_with_a_new_report_counts_nowhere(world: World, registry: Registry) -> None:
-    registry.lose("killed")
-    registry.change("killed", seen_at=-1, lost_at=0)
+def test_a_lost_worker_with_a_new_report_counts_nowhere(world: World) -> None:
+    lose(world, "killed")
+    set_times(world, "killed", seen_at=-1, lost_at=0)
     [reason, *_] = world.why(world.put(due_s=-3600))
     assert "was seen" not in reason.sentence
-    assert present(registry) == []
+    assert present(world) == []
     assert world.sweep()
     assert world.told("queue.unserved")
 
 
-def test_a_worker_that_was_seen_in_the_future_is_lost(registry: Registry) -> None:
-    registry.report("good", "strange")
-    registry.change("strange", seen_at=1e9)
-    assert [worker.is_alive for worker in registry.present()] == [True, False]
-    assert registry.expire() == ["strange"]
-    assert present(registry) == ["good"]
+def test_a_worker_that_was_seen_in_the_future_is_lost(world: World) -> None:
+    for name in ("good", "strange"):
+        world.serve(name, "default")
+    set_times(world, "strange", seen_at=1e9)
+    assert [worker.is_alive for worker in present(world)] == [True, False]
+    assert expire(world) == ["strange"]
+    assert [worker.name for worker in present(world)] == ["good"]

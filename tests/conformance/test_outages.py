@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,8 @@ def test_a_read_of_a_table_that_a_migration_has_locked_waits(
         task = own.schedule(delay=60)
         with own.begin() as migration:
             migration.exec_driver_sql(f"LOCK TABLE {own.table().name} IN ACCESS EXCLUSIVE MODE")
-            near = run.submit(own.due_within, 600, 10)
+            later = own.now() + timedelta(seconds=600)
+            near = run.submit(own.store.sweeps.first_due_between, own.now(), later, 10)
             wait_until(lambda: tries, 10, "a second try")
         assert [entry.id for entry in near.result(10)] == [task.id]
 

@@ -20,13 +20,6 @@ from tests.world import World
 # How attempts end, on each database: retry schedules, outcomes, attempts
 
 
-def run_again(world: World, task: DelayedTask) -> DelayedTask:
-    """Make the task due, run it again, and return it."""
-    world.change(task, expected_time=world.now() - timedelta(milliseconds=10))
-    world.run(world.read(task))
-    return world.read(task)
-
-
 def returns(world: World, tag: str, value: Any, **options: Any) -> None:
     world.delays.processor(tag, **options)(lambda body: value)
 
@@ -55,11 +48,11 @@ def test_a_retry_schedule_with_two_delays_allows_three_runs(world: World) -> Non
     assert (first.status, first.runs, first.lapses) == (Status.NOT_COMPLETE, 1, 0)
     assert 9 < wait_s(world, first) <= 10
     assert "busy" in str(first.error)
-    second = run_again(world, task)
+    second = world.run_again(task)
     assert len(world.broker.armed) == 1, "the second retry is beyond the horizon"
     assert second.status is Status.NOT_COMPLETE
     assert 59 < wait_s(world, second) <= 60
-    third = run_again(world, task)
+    third = world.run_again(task)
     assert (third.status, third.runs) == (Status.FAILED, 3)
     assert world.schedule("pay", key="7").id != task.id, "its key is free"
     for number, one in enumerate(kept := world.attempts(task), 1):
@@ -96,7 +89,7 @@ def test_retry_with_a_time_waits_for_it_and_uses_one_retry_delay(world: World) -
         first = world.read(task)
         assert (first.status, first.runs, first.error) == (Status.NOT_COMPLETE, 1, closed.reason)
         assert 299 < wait_s(world, first) <= 300
-        last = run_again(world, task)
+        last = world.run_again(task)
         assert (last.runs, last.status, closed.reason in str(last.error)) == (2, *end)
         assert world.attempts(task)[0].number == 1
 
@@ -105,7 +98,7 @@ def test_snooze_uses_no_attempt(world: World) -> None:
     returns(world, "pay", Snooze("1h"), retries="10s")
     task = world.schedule("pay")
     for _ in range(3):
-        snoozed = run_again(world, task)
+        snoozed = world.run_again(task)
         assert (snoozed.status, snoozed.runs, snoozed.error) == (Status.NOT_COMPLETE, 0, None)
         assert wait_s(world, snoozed) == pytest.approx(3600, abs=1)
     assert world.attempts(task) == []

@@ -15,7 +15,8 @@ from sqlalchemy import event
 
 import delaytasks as e
 from delaytasks import DelayedTask, Status
-from tests.world import NO_POLICIES, MakeWorld, MonkeyPatch, PolicyReader, World, run_chunk
+from delaytasks.model.policies import PolicyCache
+from tests.world import NO_POLICIES, MakeWorld, MonkeyPatch, World, run_chunk
 from tests.world.recording import CrashError
 
 HOUR = 3600.0
@@ -86,8 +87,12 @@ def test_a_pause_holds_the_tasks_that_fall_due_and_no_others(world: World, kind:
     assert world.statuses(paused) == ["HELD"] * 2 + ["NOT_COMPLETE"] * 2 + ["HELD"] * 2
     assert world.statuses(others) == ["DONE"] * 2 + ["NOT_COMPLETE"] * 2
     assert (world.read(recovered).status, world.read(recovered).lapses) == (Status.HELD, 1)
+    assert {world.read(task).runs for task in (*paused, recovered)} == {0}
     assert world.count("task.held") == held(world) == 5
     assert policies(world) == [(kind, *of.values(), 5)]
+    first = world.now() - timedelta(hours=1)
+    world.change(paused[0], due_time=first)
+    assert world.delays.policies.list()[0].held_since == first
 
 
 def test_a_pause_with_an_end_lasts_until_the_sweep_after_it(world: World, other: World) -> None:
@@ -132,6 +137,16 @@ def test_until_sets_or_extends_a_pause_and_never_shortens_it(world: World, name:
     assert (world.statuses([task]), calls.list()) == (["NOT_COMPLETE"], [])
     calls.pause(**name, until="2h")
     assert calls.remove(**name).paused_until is None
+
+
+def test_a_claim_that_has_lost_its_lease_holds_no_row(world: World) -> None:
+    task = world.put()
+    [stale] = world.claim(task)
+    world.lapse(task)
+    [claimed] = world.worker("worker-2").claim_alone(world.read(task))
+    world.delays.policies.pause(tag="note")
+    assert (world.hold_back(stale), world.statuses([task])) == (set(), ["RUNNING"])
+    assert (world.hold_back(claimed), world.statuses([task])) == ({task.id}, ["HELD"])
 
 
 def test_a_full_chunk_of_paused_rows_asks_for_another_one(world: World) -> None:
@@ -270,9 +285,10 @@ def test_a_worker_with_old_policies_runs_tasks_of_a_resumed_tag(world: World, ot
 def test_a_held_row_without_a_pause_is_released(world: World, other: World) -> None:
     cases = (world, "NOT_COMPLETE"), (world, "HELD"), (other, "NOT_COMPLETE")
     for process, expected in cases:
-        task = world.put(Status.HELD)
-        process.sweep_later()
+        task = world.put(Status.HELD, due_s=20)
+        armed = process.sweep_later()
         assert world.statuses([task]) == [expected], "it is looked for once in a while"
+        assert (task.id in armed) is (expected == "NOT_COMPLETE")
 
 
 def test_a_locked_row_is_released_after_its_transaction_has_ended(world: World) -> None:
@@ -341,6 +357,24 @@ def test_rows_with_one_due_time_are_released_past_those_that_stay_held(world: Wo
 MANY = 60
 
 
+class PolicyReader(PolicyCache):
+    """The policies that a process knows, and how many each read has returned."""
+
+    def __init__(self, world: World) -> None:
+        self.read: list[int] = []
+
+        def read(known: Any) -> Any:
+            found = world.store.policies.unless_known(known)
+            self.read.append(0 if found.policies is None else len(found.policies.all))
+            return found
+
+        super().__init__(read)
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        return {policy.name: policy.concurrency for policy in self.known.all}
+
+
 @pytest.fixture
 def reader(world: World) -> PolicyReader:
     return PolicyReader(world)
@@ -361,17 +395,19 @@ def test_policies_are_read_when_one_has_changed(world: World, reader: PolicyRead
     child.follow(NO_POLICIES)
     assert child.read == [], "without policies nobody asks"
     insert_limits(world)
-    assert len(reader.refresh()) == MANY
+    reader.refresh()
     reader.refresh()
     child.follow(reader.stamp)
     limit(world, "p00007", 9)
     limit(world, "new", 1)
-    assert reader.refresh()["p00007"].concurrency == 9
-    assert (reader.read, len(reader.known)) == ([MANY, 0, MANY + 1], MANY + 1)
+    reader.refresh()
+    assert reader.limits == {f"p{n:05}": 9 if n == 7 else 5 for n in range(MANY)} | {"new": 1}
+    assert reader.read == [MANY, 0, MANY + 1]
     for _ in range(3):
         child.follow(reader.stamp)
-    assert (child.read, child.known) == ([MANY, MANY + 1], reader.known), "and only if it is needed"
-    assert of_a_starting_worker.follow(None) == reader.known
+    of_a_starting_worker.follow(None)
+    assert child.read == [MANY, MANY + 1], "and only if it is needed"
+    assert child.known.all == of_a_starting_worker.known.all == reader.known.all
 
 
 def test_a_change_that_is_committed_late_is_read_too(world: World, reader: PolicyReader) -> None:
@@ -397,8 +433,8 @@ def test_a_change_that_is_committed_late_is_read_too(world: World, reader: Polic
         late.result(30)
         other.result(30)
     event.remove(world.engine, "commit", dawdle)
-    limits = {name: policy.concurrency for name, policy in reader.refresh().items()}
-    assert limits == {"first": 1, "late": 2, "other": 3}
+    reader.refresh()
+    assert reader.limits == {"first": 1, "late": 2, "other": 3}
 
 
 @pytest.mark.parametrize("how", ["update", "insert", "delete"])
@@ -416,9 +452,10 @@ def test_a_change_by_sql_is_found(world: World, reader: PolicyReader, how: str) 
     else:
         insert_limits(world, 1, is_paused=True)
     reader.refresh()
-    assert reader.paused == {"delete": set(), "update": {"sms"}, "insert": {"p00000"}}[how]
+    paused = reader.known.paused_tags
+    assert paused == {"delete": set(), "update": {"sms"}, "insert": {"p00000"}}[how]
     child.follow(reader.stamp)
-    assert child.paused == reader.paused, "and so do the processes of its pool"
+    assert child.known.paused_tags == paused, "and so do the processes of its pool"
 
 
 def test_a_server_with_equally_many_changes_is_found(world: World, reader: PolicyReader) -> None:
@@ -430,7 +467,8 @@ def test_a_server_with_equally_many_changes_is_found(world: World, reader: Polic
     # SQLite counts milliseconds, so this time must differ from the time of the previous change.
     later = world.now() + timedelta(seconds=1)
     world.set_columns("policies", {"name": "mail"}, concurrency=2, update_time=later)
-    assert reader.refresh()["mail"].concurrency == 2
+    reader.refresh()
+    assert reader.limits["mail"] == 2
     assert reader.stamp != before
     child = PolicyReader(world)
     child.follow(pickle.loads(pickle.dumps(reader.stamp)))

@@ -14,7 +14,7 @@ import pytest
 
 from delaytasks import DelayedTask, Status
 from delaytasks.db.policy_rows import HeldPlace
-from tests.world import Settlement
+from tests.world import Level, Settlement
 from tests.world.plans import PlannedWorld, assert_no_scan, planned_world
 
 pytestmark = pytest.mark.slow
@@ -97,8 +97,8 @@ def test_rows_of_a_chunk_are_found_by_id_if_statistics_have_no_live_rows(databas
         world.end(0)
         world.analyse()
         rows = world.fill(2000, -7000)[:200]
-        with world.without_kept_plans():
-            check(world, partial(claim_and_settle, world, rows), PRIMARY_KEY, INDEX)
+        world.deny("prepare")
+        check(world, partial(claim_and_settle, world, rows), PRIMARY_KEY, INDEX)
         assert {world.read(row).status for row in rows[::20]} == {Status.RUNNING}
 
 
@@ -150,17 +150,17 @@ def test_a_read_of_the_state_scans_no_table(analysed: PlannedWorld) -> None:
 
 
 SLOW_PATH: list[Work] = [
-    lambda world: world.levels(1.0),
+    lambda world: world.store.sweeps.levels(1),
     lambda world: world.claim_due(priorities=[0, 1], most=50),
     lambda world: world.worker().claim_recovered(),
     lambda world: world.recover(),
 ]
 SLOW_PATH_OF_MANY_ROWS: list[Work] = [
-    lambda world: world.levels(1000.0),
+    lambda world: world.store.sweeps.levels(1000),
     lambda world: world.claim_due(priorities=[0], most=50),
     lambda world: world.die("w"),
     lambda world: world.renew(since=world.now()),
-    lambda world: world.expired_leases(),
+    lambda world: world.store.leases.count_expired(),
 ]
 
 
@@ -233,10 +233,10 @@ def test_counts_of_a_large_table_are_estimates_of_the_planner(analysed: PlannedW
 
 
 def test_a_sweep_reads_rows_by_their_time(unanalysed: PlannedWorld, analysed: PlannedWorld) -> None:
-    check(analysed, lambda: analysed.purge(20_000), BY_TIME)
+    check(analysed, lambda: analysed.store.sweeps.purge(20_000, 100), BY_TIME)
     check(unanalysed, unanalysed.near, BY_TIME, HOT)
     if unanalysed.kind != "postgresql":  # which reads such a small table as a whole
-        check(unanalysed, lambda: unanalysed.purge(60), BY_TIME, HOT)
+        check(unanalysed, lambda: unanalysed.store.sweeps.purge(60, 100), BY_TIME, HOT)
 
 
 @pytest.mark.parametrize("move", ["cancel", "reschedule", "rerun"])
@@ -277,9 +277,10 @@ def test_pauses_read_only_held_rows_and_find_them_by_their_ids(planned: PlannedW
     claimed = planned.claim_due(priorities=[0], most=20)
     planned.delays.policies.pause(tag="sms")
     name = "plan_idx_yb_delay_" + ("held" if planned.kind == "postgresql" else "hot")
-    check(planned, planned.held_levels, name, BY_TIME)
+    rows = planned.store.paused_rows
+    check(planned, rows.levels, name, BY_TIME)
     for place in (HeldPlace(), HeldPlace(planned.now(), 1)):
-        check(planned, partial(planned.held_page, place), name, BY_TIME)
+        check(planned, partial(rows.page, Level("default", 0), place), name, BY_TIME)
     check(planned, lambda: planned.release(*held), PRIMARY_KEY, INDEX)
     check(planned, lambda: planned.hold_back(*claimed), PRIMARY_KEY, INDEX)
 
@@ -290,7 +291,8 @@ def test_claims_do_not_read_held_rows(planned: PlannedWorld) -> None:
     # Remove dead index entries, because they do not count as a backlog.
     planned.execute(f"VACUUM {planned.table().name}")
     planned.delays.policies.resume(tag="sms")
-    for work in (lambda: planned.claim_due(priorities=[0], most=5), lambda: planned.levels(0)):
+    levels = partial(planned.store.sweeps.levels, 0)
+    for work in (lambda: planned.claim_due(priorities=[0], most=5), levels):
         shown = planned.plans(work, "(ANALYZE, BUFFERS)")
         assert not any(map(int, re.findall(r"Rows Removed by Filter: (\d+)", shown))), shown
         assert most_pages(shown) < 100, shown
@@ -308,5 +310,5 @@ def test_no_statement_of_a_sweep_reads_all_schedules(database_url: str) -> None:
         if world.kind != "sqlite":
             world.analyse("recurring")
             world.analyse("keys")
-        check(world, world.make_recurring_tasks, "plan_")
+        check(world, world.runtime.make_recurring_tasks, "plan_")
         assert world.delays.find(tag="report").tasks

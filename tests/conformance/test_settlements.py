@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from delaytasks import DelayedTask, Status
 from tests.world import MOVES, NASTY, MonkeyPatch, Settlement, World
@@ -102,18 +103,18 @@ def test_a_claim_returns_the_new_values_of_its_rows(world: World) -> None:
 @pytest.mark.parametrize("prepares", [True, False], ids=["prepared", "behind_a_pooler"])
 @pytest.mark.parametrize("versions", [(4, 4, 4, 4), (4, 0, 7, 4)], ids=["one_version", "several"])
 def test_rows_with_the_same_end_are_matched_by_version_and_keep_their_start_times(
-    world: World, versions: Sequence[int], prepares: bool, monkeypatch: MonkeyPatch
+    world: World, versions: Sequence[int], prepares: bool
 ) -> None:
     if not prepares:
-        can = replace(world.store.database.can, prepare=False)
-        monkeypatch.setattr(world.store.database, "can", can)
+        world.deny("prepare")
     now, worker = world.now(), world.worker()
     made = [world.put(version=version) for version in versions]
     stale = replace(world.put(version=9), version=4)
     theirs = world.put(Status.RUNNING, version=9)
     # Each claim gives its rows a version of its own.
     chunks = [made] if len({*versions}) == 1 else [[row] for row in made]
-    claimed = [one for chunk in chunks for one in worker.claim(*chunk, stale)]
+    # Two messages name the same rows.
+    claimed = [one for chunk in chunks for one in worker.claim(*chunk, *chunk, stale)]
     assert {one.id for one in claimed} == {one.id for one in made}
     begins = {one.id: now + timedelta(hours=n + 1) for n, one in enumerate(made[:-1])}
     # The clock of the process is behind, and the row keeps the time of its claim.
@@ -132,10 +133,11 @@ def test_rows_with_the_same_end_are_matched_by_version_and_keep_their_start_time
 @pytest.mark.parametrize(("end", "max_lost_leases"), [("give_back", 5), ("fail", 1)])
 def test_no_worker_settles_without_its_lease(world: World, end: Any, max_lost_leases: int) -> None:
     """Its end must not be mistaken for a recovery that leaves the same status."""
-    made = world.put()
+    made = world.schedule(key="k")
     [old] = world.claim(made)
     world.lapse(made, max_lost_leases=max_lost_leases)
     assert world.read(made).status is MOVES[end].target
+    assert len(world.rows(select(world.table("keys")))) == (end == "give_back"), "its key is free"
     assert not world.settle(old, end, error="mine")
     if max_lost_leases > 1:
         [new] = world.worker("worker-2").claim_alone(world.read(made))

@@ -49,8 +49,12 @@ def test_a_row_that_is_rerun_is_shown_without_its_old_error(world: World, heard:
     assert (heard.task(task).state, heard.task(task).exception) == ("FAILURE", "ValueError('no')")
     world.delays.rerun(task.id)
     world.run(world.read(task))
-    shown = heard.task(task)
-    assert (shown.state, shown.exception, shown.traceback) == ("SUCCESS", None, None)
+    world.run(deferred := world.schedule("later"))
+    assert heard.task(deferred).exception is not None
+    world.delays.processor("later")(world.notes.append)
+    world.run_again(deferred)
+    for shown in map(heard.task, (task, deferred)):
+        assert (shown.state, shown.exception, shown.traceback) == ("SUCCESS", None, None)
 
 
 def test_the_attempt_before_a_lapse_has_failed(world: World, heard: Monitor) -> None:

@@ -112,7 +112,8 @@ def test_a_full_limit_has_the_number_of_running_tasks(world: World) -> None:
     world.limit(TAG, concurrency=None, concurrency_per_key=2, rate=100, rate_period_s=1)
     world.change(task, limit_key="customer-7")
     assert not world.claim(world.read(task))
-    says(world, task, "limit", "used up (of each key 2, rate 100/s). Running: 5;")
+    said = "used up (of each key 2, rate 100/s). Running: 5; in the waitlist: 1."
+    says(world, task, "limit", said)
 
 
 def test_an_unserved_queue_names_what_workers_serve(world: World) -> None:

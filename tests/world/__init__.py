@@ -1,9 +1,8 @@
 """The world of the tests: one `DelayTasks` on a real database, and a broker and workers to steer.
 
-A test names what happens with ten verbs, which do not depend on the classes behind them:
+A test names what happens with verbs, which do not depend on the classes behind them:
 
     schedule   write a row, by the public API
-    arm        tell a worker of rows that are due within the horizon, as a message does
     claim      take due rows for a worker
     run        claim rows, call their processors, and settle them
     settle     end the run of a claimed row by one of the moves of a run
@@ -11,7 +10,6 @@ A test names what happens with ten verbs, which do not depend on the classes beh
     recover    release the rows whose leases have ended
     sweep      make everything that a sweep makes
     cancel     withdraw a row, by the public API
-    move       make any other entry of `MOVES`
 """
 
 from collections.abc import Callable
@@ -21,7 +19,7 @@ import pytest
 from delaytasks.db.claims import UnclaimedRow
 from delaytasks.model.body import key_name
 from delaytasks.model.clock import from_us, shard_of, to_us
-from delaytasks.model.moves import FINISHED, LIVE, MOVES
+from delaytasks.model.moves import FINISHED, MOVES
 from delaytasks.model.policies import Stamp, WaitlistState
 from delaytasks.model.task import Claimed, Entry, Level, Recovered, Settlement
 from delaytasks.run.calls import LeaseEndsError
@@ -29,12 +27,11 @@ from delaytasks.run.runner import FailureReason, Report
 from tests.world.broker import WorldBroker
 from tests.world.main_process import MainProcess, run_chunk, served_queues
 from tests.world.monitor import Monitor
-from tests.world.policy_reader import PolicyReader
 from tests.world.world import NASTY, RUNNING, Worker, World, status_columns
 
-__all__ = ["FINISHED", "LIVE", "MOVES", "NASTY", "NO_POLICIES", "RUNNING", "Claimed", "Entry"]
+__all__ = ["FINISHED", "MOVES", "NASTY", "NO_POLICIES", "RUNNING", "Claimed", "Entry"]
 __all__ += ["FailureReason", "LeaseEndsError", "Level", "MainProcess", "MakeWorld", "Monitor"]
-__all__ += ["MonkeyPatch", "PolicyReader", "Recovered", "Report", "Settlement", "UnclaimedRow"]
+__all__ += ["MonkeyPatch", "Recovered", "Report", "Settlement", "UnclaimedRow"]
 __all__ += ["WaitlistState", "Worker", "World", "WorldBroker", "from_us", "key_name", "run_chunk"]
 __all__ += ["served_queues", "shard_of", "status_columns", "to_us"]
 

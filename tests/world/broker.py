@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from random import Random
 from typing import Any
 
 from delaytasks import DelayTasks
@@ -38,7 +37,7 @@ class RecordingTimer:
 
 
 class WorldBroker(RecordingTimer):
-    """A broker whose messages a test delivers, loses, repeats or reorders.
+    """A broker whose messages a test delivers or loses.
 
     `armed` has the entries of the messages that wait.
     """
@@ -49,13 +48,6 @@ class WorldBroker(RecordingTimer):
             self.armed = [entry for entry in self.armed if entry.id not in ids]
             return
         self.armed, self.requested_drains = [], []
-
-    def repeat(self) -> None:
-        """Deliver each waiting message twice."""
-        self.armed += self.armed
-
-    def reorder(self, chance: Random) -> None:
-        chance.shuffle(self.armed)
 
     def take(self, now_us: int) -> list[Entry]:
         """Remove and return the entries that are due."""

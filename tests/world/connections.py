@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 from celery import Celery
-from sqlalchemy import Connection, event
+from sqlalchemy import Connection
 
 from delaytasks import DelayedTask, DelayTasks
 from delaytasks.broker import arming
@@ -107,24 +106,9 @@ class ConnectedWorld(PlannedWorld):
         """Let the process forget what it has prepared on the kept connection."""
         self.store.database.autocommitted(lambda c: c.info.clear())
 
-    def drop_prepared_of_transactions(self, is_forgotten: bool) -> None:
-        """Drop what is prepared on a connection of transactions, or let the process forget it."""
-        with self.begin() as connection:
-            if is_forgotten:
-                connection.info.clear()
-            else:
-                connection.exec_driver_sql("DEALLOCATE ALL")
-
     def session(self) -> int:
         """Return the server's process of the kept connection."""
         return self.store.database.autocommitted(_session_of)
-
-    def session_of_another_thread(self) -> int:
-        found: list[int] = []
-        thread = threading.Thread(target=lambda: found.append(self.session()))
-        thread.start()
-        thread.join()
-        return found[0]
 
     def has_session(self, session: int) -> bool:
         with self.begin() as connection:
@@ -139,17 +123,6 @@ class ConnectedWorld(PlannedWorld):
     def while_in_use(self, work: Callable[[], T]) -> T:
         """Call `work` while a statement is executed on the kept connection."""
         return self.store.database.autocommitted(lambda _: work())
-
-    def become_child(self) -> None:
-        """Do what a process does after it was forked."""
-        self.store.database.after_fork()
-
-    @contextmanager
-    def checked_out(self) -> Iterator[list[object]]:
-        """Yield the list of connections that are checked out of the pool."""
-        found: list[object] = []
-        event.listen(self.store.database.auto, "checkout", lambda *args: found.append(args))
-        yield found
 
 
 def _session_of(connection: Connection) -> int:

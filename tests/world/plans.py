@@ -12,21 +12,20 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from sqlalchemy import Connection, event, update
+from sqlalchemy import Connection, update
 
 from delaytasks import DelayedTask, Status
 from delaytasks.db import bulk_moves
-from delaytasks.db.policy_rows import HeldPlace
 from delaytasks.db.statements import Prepared
 from delaytasks.db.store import Store
 from delaytasks.model.filters import filter_of
-from delaytasks.model.task import Level
 from delaytasks.operate.health import HealthChecks
 from delaytasks.operate.searches import Follower
 from delaytasks.operate.state import find_overdue, live_rows, task_counts
 from delaytasks.operate.task_calls import bulk_filter_of
 from delaytasks.operate.why import Facts
 from tests.conftest import new_world
+from tests.world.recording import overheard
 from tests.world.world import World
 
 run_prepared = Prepared.__call__
@@ -72,13 +71,6 @@ class PlannedWorld(World):
         """Let the planner know the rows of a table."""
         self.execute(f"ANALYZE {'TABLE' * (self.kind == 'mysql')} {self.table(name).name}")
 
-    @contextmanager
-    def without_kept_plans(self) -> Iterator[None]:
-        """Prepare no statements, as with some poolers."""
-        database = self.store.database
-        with mock.patch.object(database, "can", replace(database.can, prepare=False)):
-            yield
-
     # -- what processes read ----------------------------------------------------------------------
 
     def changes(self, **filters: str) -> object:
@@ -97,40 +89,21 @@ class PlannedWorld(World):
         self.serve("worker", "served")
         return HealthChecks(self.runtime)._queues_check(Facts(self.runtime))
 
-    def expired_leases(self) -> object:
-        return self.store.leases.count_expired()
-
     def counts(self, *most: int) -> dict[Status, tuple[int, bool]]:
         """Return the number of rows of each status, and whether it is an estimate."""
         found = task_counts(self.store, *most)
         return {status: (count.rows, count.is_estimate) for status, count in found.items()}
-
-    def levels(self, late_s: float) -> object:
-        """Read the queues and priorities with late rows."""
-        return self.store.sweeps.levels(late_s)
 
     def near(self) -> object:
         """Read the rows that a sweep arms."""
         now = self.now()
         return list(self.store.sweeps.due_between(now, now + timedelta(seconds=30), 0, 1))
 
-    def purge(self, age_s: float) -> object:
-        return self.store.sweeps.purge(age_s, 100)
-
-    def held_levels(self) -> object:
-        return self.store.paused_rows.levels()
-
-    def held_page(self, place: HeldPlace) -> object:
-        return self.store.paused_rows.page(Level("default", 0), place)
-
     def windows(self, move: Any, filters: dict[str, Any], most: int = 2) -> object:
         """Find the rows of the first windows of a bulk call."""
         with mock.patch.object(bulk_moves, "WINDOW", 500):
             which = bulk_filter_of(move, filters, False)
             return list(itertools.islice(self.store.bulk.matching(which), most))
-
-    def make_recurring_tasks(self) -> None:
-        self.runtime.make_recurring_tasks()
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -153,7 +126,7 @@ def plans(store: Store, work: Callable[[], object], options: str = "") -> str:
     are few; `options` are those of EXPLAIN."""
     seen: list[tuple[str, Any]] = []
 
-    def note(_c: Any, _cur: Any, statement: str, parameters: Any, _ctx: Any, _many: bool) -> None:
+    def note(statement: str, parameters: Any) -> None:
         if re.search("yb_delay_(?!policy)", statement) and statement.lstrip().upper().startswith(
             ("SELECT", "UPDATE", "WITH")
         ):
@@ -166,12 +139,8 @@ def plans(store: Store, work: Callable[[], object], options: str = "") -> str:
             seen.append((execute, tuple(values[name] for name in names)))
         return answer
 
-    for engine in (store.database.auto, store.database.tx):
-        event.listen(engine, "before_cursor_execute", note)
-    with mock.patch.object(Prepared, "__call__", note_prepared):
+    with overheard(store, note), mock.patch.object(Prepared, "__call__", note_prepared):
         work()
-    for engine in (store.database.auto, store.database.tx):
-        event.remove(engine, "before_cursor_execute", note)
     return _explain(store, seen, options)
 
 

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import gc
 import os
 import secrets
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime, timedelta, timezone
@@ -87,21 +85,32 @@ def record_action(delays: DelayTasks, *words: Any, **options: Any) -> None:
 
 
 @contextmanager
-def refusing(delays: DelayTasks, error: Exception, words: str = "") -> Iterator[None]:
-    """Raise an error instead of each statement of `delays` that has these words."""
+def overheard(store: Store, hear: Callable[[str, Any], object]) -> Iterator[None]:
+    """Call `hear` with each statement of our connections and its parameters, before it is sent."""
 
-    def refuse(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if words in statement:
-            raise error
+    def before(_connection: Any, _cursor: Any, statement: str, given: Any, *_: Any) -> None:
+        hear(statement, given)
 
-    database = runtime_of(delays).store.database
-    for engine in (database.auto, database.tx):
-        event.listen(engine, "before_cursor_execute", refuse)
+    engines = store.database.auto, store.database.tx
+    for engine in engines:
+        event.listen(engine, "before_cursor_execute", before)
     try:
         yield
     finally:
-        for engine in (database.auto, database.tx):
-            event.remove(engine, "before_cursor_execute", refuse)
+        for engine in engines:
+            event.remove(engine, "before_cursor_execute", before)
+
+
+@contextmanager
+def refusing(delays: DelayTasks, error: Exception, words: str = "") -> Iterator[None]:
+    """Raise an error instead of each statement of `delays` that has these words."""
+
+    def refuse(statement: str, _: Any) -> None:
+        if words in statement:
+            raise error
+
+    with overheard(runtime_of(delays).store, refuse):
+        yield
 
 
 # -- rows of a store ---------------------------------------------------------------------------
@@ -263,15 +272,6 @@ async def engine_at(url: str, driver: str | None = None) -> AsyncIterator[AsyncE
         await engine.dispose()
 
 
-def own_threads(delays: DelayTasks) -> set[int]:
-    """Return the set to which each statement of our own connections adds its thread."""
-    seen: set[int] = set()
-    database = runtime_of(delays).store.database
-    for engine in (database.auto, database.tx):
-        event.listen(engine, "before_cursor_execute", lambda *_: seen.add(threading.get_ident()))
-    return seen
-
-
 class WaitingTimer(RecordingTimer):
     """Arms only after the event loop has done something else."""
 
@@ -284,39 +284,3 @@ class WaitingTimer(RecordingTimer):
         self.is_arming.set()
         assert self.loop_goes_on.wait(LIMIT_S), "the event loop waits for the broker"
         return super().arm(entries)
-
-
-async def let_arm(timer: WaitingTimer, work: Awaitable[Any]) -> Any:
-    """Await `work`, and let the timer arm as soon as the event loop has a turn meanwhile."""
-    task = asyncio.ensure_future(work)
-    while not timer.is_arming.is_set():
-        await asyncio.sleep(0)
-    timer.loop_goes_on.set()
-    return await task
-
-
-def run_timed(
-    monkeypatch: pytest.MonkeyPatch, work: Callable[[list[float]], Awaitable[list[DelayedTask]]]
-) -> tuple[list[DelayedTask], float]:
-    """Run `work`; return its results, and the share of its longest turn in its CPU time.
-
-    `work` gets the list to which each turn of the event loop adds its seconds of CPU time. CPU time
-    is measured because calls that wait are found by the threads of statements. A collection of
-    garbage would take longer than any turn.
-    """
-    took: list[float] = []
-    turn: Any = asyncio.BaseEventLoop._run_once  # type: ignore[attr-defined]
-
-    def timed(loop: Any) -> None:
-        began = time.thread_time()
-        turn(loop)
-        took.append(time.thread_time() - began)
-
-    monkeypatch.setattr(asyncio.BaseEventLoop, "_run_once", timed)
-    gc.collect()
-    gc.disable()
-    try:
-        results = run(work(took))
-    finally:
-        gc.enable()
-    return results, max(took) / sum(took)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import event, update
+from sqlalchemy import update
 
 from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.db.store import Store
@@ -79,29 +78,3 @@ class RecurringWorld(World):
 
     def at(self, seconds: float) -> datetime:
         return self.start + timedelta(seconds=seconds)
-
-    def sweep_and_die(self, at_s: float, step: int) -> bool:
-        """Kill the sweeper before or after a statement, or after a commit; return if it died.
-
-        SQLAlchemy rolls the transaction back, as a database does after a death.
-        """
-        left = step
-
-        def count(*_: Any) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise KilledError
-
-        names, engine = ("before_cursor_execute", "after_cursor_execute"), self.store.database.tx
-        for name in names:
-            event.listen(engine, name, count)
-        with suppress(KilledError):
-            self.sweep_at(at_s)
-        for name in names:
-            event.remove(engine, name, count)
-        return left <= 0
-
-
-class KilledError(Exception):
-    """Ends a sweeper."""

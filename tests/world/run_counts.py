@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from delaytasks.operate.statistics import count_rows, write_counts
+from delaytasks.operate.statistics import write_counts
 from delaytasks.run.observers import Counted, RunCounts
 from tests.world.world import World
 
@@ -47,10 +47,6 @@ class Counts:
                 write_counts(store, on, unwritten, at)
 
         store.database.transaction(work)
-
-    def rows(self, since: datetime, until: datetime, most: int) -> int:
-        """Count the rows of a range up to a limit, as the console does before it reads them."""
-        return count_rows(self._store, since, until, most)
 
     def _add(self, at: datetime, key: tuple[str, str], counts: RunCounts) -> Counts:
         self._unwritten.setdefault(at, {}).setdefault(key, RunCounts()).add(counts)

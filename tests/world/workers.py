@@ -1,85 +1,19 @@
-"""The table of workers, and a worker that is frozen for a time."""
+"""A worker that is frozen for a time."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
-from sqlalchemy import select
-
-from delaytasks.db.sweep_queries import LostWorker, RegisteredWorker, ServiceTimes, WorkerTable
-from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import to_us
 from delaytasks.run import calls
 from delaytasks.worker import quick_loops
 from tests.waiting import wait_until
-from tests.world.recording import set_columns
 from tests.world.world import World
-
-
-class Registry:
-    """Workers that report, are silent and are lost."""
-
-    SILENT_S = 60.0
-
-    def __init__(self, world: World) -> None:
-        self._store = world.store
-
-    def report(
-        self,
-        *names: str,
-        queues: Sequence[str] = ("default",),
-        pool: str = "prefork",
-        concurrency: int = 2,
-        offset_us: int = 0,
-        tags: Sequence[str] | None = ("mail",),
-        is_restarted: bool = False,
-        **services: float | None,
-    ) -> None:
-        """Report live workers, from a process that has reported them before or a new one."""
-        table = self._store.workers
-        if is_restarted:
-            table = WorkerTable(self._store.database, self._store.schema)
-        for name in names:
-            table.report(name, queues, pool, concurrency, offset_us, tags, ServiceTimes(**services))
-
-    def stop(self, name: str) -> None:
-        """Let a worker stop in order."""
-        self._store.workers.remove(name)
-
-    def change(self, *names: str, **seconds: float) -> None:
-        """Set times of workers to these numbers of seconds from now."""
-        values = {column: db_now_plus(from_now_s) for column, from_now_s in seconds.items()}
-        for name in names:
-            set_columns(self._store, "workers", {"name": name}, **values)
-
-    def lose(self, *names: str) -> None:
-        """Let workers report, and be silent until they are lost."""
-        self.report(*names)
-        self.change(*names, seen_at=-100)
-        assert self.expire() == sorted(names)
-
-    def expire(self) -> list[str]:
-        """Mark silent workers as lost, as a sweep does, and return their names."""
-        return self._store.workers.expire(self.SILENT_S)
-
-    def present(self) -> list[RegisteredWorker]:
-        """Return the workers that are not lost."""
-        found = self._store.workers.registered(self._store.tasks.now(), self.SILENT_S)
-        assert [row["name"] for row in self._store.workers.all()] == [one.name for one in found]
-        return found
-
-    def lost(self) -> list[LostWorker]:
-        return self._store.workers.lost()
-
-    def names(self) -> list[str]:
-        """Return the names in the table: those of workers that are present or lost."""
-        w = self._store.schema.workers
-        return [row.name for row in self._store.database.rows(select(w.c.name).order_by(w.c.name))]
 
 
 class FrozenWorker:

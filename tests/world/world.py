@@ -18,7 +18,7 @@ from sqlalchemy import URL, Connection, Engine, Table, delete, event, insert, se
 
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, Status
-from delaytasks.db import sessions, statements
+from delaytasks.db import sessions
 from delaytasks.db.claims import Claims, UnclaimedRow
 from delaytasks.db.schema import moved
 from delaytasks.db.statements import values_of
@@ -30,18 +30,15 @@ from delaytasks.model.clock import Clock, IdMaker, to_us
 from delaytasks.model.filters import filter_of
 from delaytasks.model.moves import SettlingMove
 from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement
-from delaytasks.operate.searches import Follower, limited_search
+from delaytasks.operate.searches import Follower
 from delaytasks.operate.state import DeploymentState, LiveSnapshot, snapshot
-from delaytasks.operate.statistics import write_counts
 from delaytasks.operate.why import Reason, why
-from delaytasks.run.observers import RunCounts
 from delaytasks.run.runner import Report, Runner
-from delaytasks.worker import sweep as sweeps
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.sweep import OverdueQueues
 from tests.proxy import Proxy, proxy_to
 from tests.world.broker import WorldBroker
-from tests.world.recording import counted, delays_on, set_columns
+from tests.world.recording import counted, delays_on, overheard, set_columns
 
 #: A due time in the past. SQLite's clock has milliseconds, so that a row which is due now may not
 #: be due yet for the next statement.
@@ -177,10 +174,6 @@ class World:
         self.change(task, expected_time=task.expected_time + timedelta(milliseconds=-10))
         return self.read(task)
 
-    def arm(self, *tasks: DelayedTask) -> None:
-        """Send a message that names these tasks."""
-        self.broker.arm(map(Entry.of, tasks))
-
     def claim(self, *tasks: DelayedTask | Entry, by: str = "worker-1") -> Claimed:
         """Claim the named rows for a worker, as a message of theirs leads to."""
         return self.worker(by).claim(*tasks)
@@ -198,6 +191,12 @@ class World:
     def run(self, *tasks: DelayedTask, by: str = "worker-1") -> Report:
         """Run the named tasks in a worker."""
         return self.worker(by).run(*tasks)
+
+    def run_again(self, task: DelayedTask) -> DelayedTask:
+        """Make a task due, run it, and return it."""
+        self.change(task, expected_time=self.now() - timedelta(milliseconds=10))
+        self.run(self.read(task))
+        return self.read(task)
 
     def drain(
         self, queue: str = "default", most: int = 100, by: str = "worker-1", **options: Any
@@ -256,11 +255,6 @@ class World:
         with mock.patch.object(part, name, call):
             yield
 
-    def due_within(self, seconds: float, most: int) -> list[Entry]:
-        """Return the first tasks that are due soon, as a worker reads them without a broker."""
-        now = self.now()
-        return self.store.sweeps.first_due_between(now, now + timedelta(seconds=seconds), most)
-
     @contextmanager
     def proxied(self) -> Iterator[tuple[Proxy, DelayTasks]]:
         """Yield a proxy in front of the server, and delayed tasks that reach it through this."""
@@ -273,26 +267,6 @@ class World:
         """Use none of these features of the database, as if it lacked them."""
         lacked = replace(self.can, **dict.fromkeys(features, False))
         self._patches.setattr(self.store.database, "can", lacked)
-
-    @contextmanager
-    def interrupted_insert(self, after: int) -> Iterator[None]:
-        """Interrupt the process when it has written this number of the rows of a call."""
-        numbers, values = itertools.count(1), statements._values_of
-
-        def interrupted(task: DelayedTask) -> tuple[Any, ...]:
-            if next(numbers) > after:
-                raise KeyboardInterrupt
-            made: tuple[Any, ...] = values(task)
-            return made
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(statements, "_values_of", interrupted)
-            yield
-
-    def slow_sweeps(self, seconds: float) -> None:
-        """Let sweeps believe that this time passes whenever they look at their clock."""
-        ticks = itertools.count()
-        self._patches.setattr(sweeps, "monotonic", lambda: next(ticks) * seconds)
 
     def forget_armed(self) -> None:
         """Let sweeps arm again, as a worker does after its broker may have lost messages."""
@@ -337,26 +311,11 @@ class World:
         """Return what the command `top` shows."""
         return snapshot(self.state())
 
-    def search(self, work: Callable[[Connection], object], limit_s: float) -> object:
-        """Do the work of a search, as `find` does for the console."""
-        return limited_search(self.store.database, work, limit_s)
-
     def follow(self, **filters: Any) -> Follower:
         """Return a reader of changes, as `list --follow` uses it, that has read once."""
         follower = Follower(self.store, filter_of(filters))
         follower.read()
         return follower
-
-    def shown_to_monitors(self, task: DelayedTask) -> Mapping[str, str]:
-        """Return what Celery's events say of a task."""
-        return self.worker().processes.task_events()._about(task)
-
-    def measure(self, tag: str, runs: int, duration_s: float, ago: timedelta) -> None:
-        """Store the statistics of runs that ended this long ago, as a worker writes them."""
-        counts, at, store = RunCounts(), self.now() - ago, self.store
-        for _ in range(runs):
-            counts.add_run(0.0, duration_s, None)
-        store.database.transaction(lambda on: write_counts(store, on, {(tag, ""): counts}, at))
 
     def why(self, task: DelayedTask) -> list[Reason]:
         """Return what the tables say of a task that has not run."""
@@ -370,19 +329,6 @@ class World:
     def cancel(self, task: DelayedTask | int, **options: Any) -> Any:
         """Cancel a task by the public API."""
         return self.delays.cancel(task, **options)
-
-    def move(self, name: str, task: DelayedTask) -> None:
-        """Make a move of `MOVES` that is neither a claim nor the end of a run."""
-        later = task.expected_time + timedelta(seconds=60)
-        moves: dict[str, Callable[[], object]] = {
-            "cancel": lambda: self.delays.cancel(task.id),
-            "reschedule": lambda: self.delays.reschedule(task.id, at=later),
-            "rerun": lambda: self.delays.rerun(task.id, 60),
-            "hold": lambda: self.hold(task.id),
-            "release": lambda: self.release(task.id),
-            "hold_back": lambda: self.hold_back(task),
-        }
-        moves[name]()
 
     def hold(self, *ids: int) -> int:
         """Hold waiting rows as a claim holds those of a limited tag, and return their number."""
@@ -414,10 +360,6 @@ class World:
         """Let the instance read the time of this clock. The database keeps its own."""
         self.runtime.clock = self.runtime.producer._clock = clock
         self.runtime.new_id = IdMaker(lambda: clock.now_us() // 1000)
-
-    def arm_by(self, timer: Any) -> None:
-        """Let the tasks of callers be armed by this timer."""
-        self.runtime.producer._timer = timer
 
     def advance(self, seconds: float) -> None:
         """Let time pass: every instant in the tables and in waiting messages moves to the past.
@@ -555,18 +497,8 @@ class World:
     def statements(self) -> Iterator[list[str]]:
         """Yield the list to which each statement of our connections is added."""
         seen: list[str] = []
-        database = self.store.database
-
-        def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-            seen.append(statement)
-
-        for engine in (database.auto, database.tx):
-            event.listen(engine, "before_cursor_execute", note)
-        try:
+        with overheard(self.store, lambda statement, _: seen.append(statement)):
             yield seen
-        finally:
-            for engine in (database.auto, database.tx):
-                event.remove(engine, "before_cursor_execute", note)
 
     @contextmanager
     def losing_answers(self) -> Iterator[None]:
