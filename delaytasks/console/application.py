@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from werkzeug.wrappers import Response
 from delaytasks.client import DelayTasks
 from delaytasks.console import forms, pages, requests
 from delaytasks.console.requests import SESSION_S, ConsoleState, Viewers, back, route, state, viewer
-from delaytasks.console.shown import install_filters, viewer_zone, zone_of
+from delaytasks.console.shown import install_filters, viewer_zone
 from delaytasks.console.viewers import (
     FIRST_USER,
     Role,
@@ -24,11 +25,18 @@ from delaytasks.console.viewers import (
     proxy_viewer,
     session_key,
 )
-from delaytasks.model.errors import ConfigError, DelayTaskError, StoreError, TaskNotFoundError
+from delaytasks.model.errors import (
+    ConfigError,
+    DelayTaskError,
+    InvalidInputError,
+    StoreError,
+    TaskNotFoundError,
+)
 from delaytasks.model.text import installed_version, one_line
 from delaytasks.operate.operations import FILTERS, OPERATIONS
 from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.operate.serving import Probes
+from delaytasks.recurring.definition import zone_of
 
 logger = logging.getLogger(__name__)
 THEMES = ("auto", "light", "dark")
@@ -196,8 +204,9 @@ def log_out() -> Response:
 def preferences() -> Response:
     """Choose the time zone and the colours."""
     zone, theme = request.form.get("zone"), request.form.get("theme")
-    if zone and zone_of(zone) is not None:
-        session["zone"] = zone
+    with suppress(InvalidInputError):  # there is no such time zone
+        if zone:
+            session["zone"] = str(zone_of(zone))
     if theme in THEMES:
         session["theme"] = theme
     return back()

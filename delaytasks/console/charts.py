@@ -74,13 +74,6 @@ def lines(starts: Sequence[datetime], step: timedelta, parts: Sequence[Series]) 
     return _chart("Durations", starts, step, parts, scale, shapes, show_measured)
 
 
-def with_legend(parts: Sequence[Series], chart: Markup) -> Markup:
-    """Return a chart below the names of its colours."""
-    item = Markup('<span><i class="key {}"></i>{}</span>')
-    items = Markup("").join(item.format(part.style, part.name) for part in parts)
-    return Markup('<p class="legend">{}</p>{}').format(items, chart)
-
-
 def sparkline(values: Sequence[float], label: str) -> Markup:
     """Return a small bar chart for a cell of a table."""
     most, width = max(values, default=0) or 1, 120 / max(len(values), 1)
@@ -177,10 +170,15 @@ def _chart(
         hover.append(_rect(x, TOP, width, HEIGHT - TOP - BOTTOM, "hover", title))
     inner = [*_grid(scale), *shapes, *_time_axis(starts, step), *hover]
     label = f"{about} by time: {', '.join(part.name for part in parts)}"
-    return Markup(
+    chart = Markup(
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{escape(label)}">{"".join(inner)}</svg>'
     )
+    if len(parts) == 1:
+        return chart
+    colour = Markup('<span><i class="key {}"></i>{}</span>')
+    legend = Markup("").join(colour.format(part.style, part.name) for part in parts)
+    return Markup('<p class="legend">{}</p>{}').format(legend, chart)
 
 
 def _title(start: datetime, step: timedelta, values: Mapping[str, str]) -> str:

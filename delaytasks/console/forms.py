@@ -83,19 +83,16 @@ def texts_of(form: MultiDict[str, str], name: str) -> list[str]:
 
 def values_of(parameters: Iterable[Parameter], form: MultiDict[str, str]) -> dict[str, Any]:
     """Return the typed values by the names of the parameters, without those left empty."""
-    values = dict[str, Any]()
+    values, zone = dict[str, Any](), viewer_zone()
     for each in parameters:
-        if text := "\n".join(texts_of(form, each.name)):
-            values[each.name] = _value(each, text)
+        text = "\n".join(texts_of(form, each.name))
+        if text and each.kind is INSTANT and each in FILTERS:
+            values[each.name] = parse_past(text, now(), each.name, zone)
+        elif text:
+            values[each.name] = each.parse(text, zone)
         elif each.is_required:
             raise InvalidInputError(f"the {each.name} is missing", each.name)
     return values
-
-
-def _value(parameter: Parameter, text: str) -> Any:
-    if parameter.kind is INSTANT and parameter in FILTERS:
-        return parse_past(text, now(), parameter.name, viewer_zone())
-    return parameter.parse(text, viewer_zone())
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple, cast
@@ -18,7 +19,7 @@ from markupsafe import Markup
 from sqlalchemy import select
 from werkzeug.wrappers import Response
 
-from delaytasks.console.charts import Series, lines, sparkline, stacked_bars, with_legend
+from delaytasks.console.charts import Series, lines, sparkline, stacked_bars
 from delaytasks.console.forms import (
     OFFERS,
     TaskQuery,
@@ -33,15 +34,15 @@ from delaytasks.console.shown import day_and_time, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.db.store import Store
 from delaytasks.db.task_rows import first_page
-from delaytasks.model.clock import MAX_ID, from_us, monotonic
+from delaytasks.model.clock import AN_HOUR, MAX_ID, from_us, monotonic
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, StoreError
 from delaytasks.model.filters import Filter, Filters
 from delaytasks.model.inputs import ALL_QUEUES, check_id, check_tag, parse_duration
 from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
-from delaytasks.operate.forecast import HOUR_S, KEPT_S, Forecast, busiest, headline
+from delaytasks.operate.forecast import HOUR_S, KEPT_S, MAX_PROCESSES, Forecast, busiest, headline
 from delaytasks.operate.health import Problem, verdict_of
-from delaytasks.operate.operations import NO_LIMIT
+from delaytasks.operate.operations import NO_LIMIT, integer
 from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.operate.state import DeploymentState, snapshot
 from delaytasks.operate.statistics import (
@@ -151,7 +152,7 @@ def failure(name: str) -> dict[str, Any]:
     group = next((group for group in found.groups if group.name == name), None) or abort(404)
     tasks, problem = Page([], None), ""
     try:
-        tasks = Searches().find(**group.filters, limit=SHOWN_FAILURES, newest_first=True)
+        tasks = search(group.filters, SHOWN_FAILURES)
     except SearchTimeoutError as error:
         problem = str(error)
     return {
@@ -168,18 +169,14 @@ def failure(name: str) -> dict[str, Any]:
 
 #: The hours in the table.
 HOURS_SHOWN = 12
+PROCESSES = integer(1, MAX_PROCESSES)
 FORECAST_DAYS = {"day": 1, "week": 7, "month": 30}
 
 
 @route("/forecast", "forecast.html")
 def forecast() -> dict[str, Any]:
-    period, typed = request.args.get("period", "week"), request.args.get("processes", "").strip()
-    period, processes = (
-        period if period in FORECAST_DAYS else "week",
-        request.args.get("processes", type=int),
-    )
-    if typed and processes is None:
-        raise InvalidInputError(f"processes is a number, not {typed!r:.40}", "processes")
+    period, typed = chosen_period(FORECAST_DAYS, "week"), request.args.get("processes", "").strip()
+    processes = PROCESSES.parse(typed, "processes") if typed else None
     found = state().cache.get(
         ("forecast", period, processes),
         KEPT_S,
@@ -193,7 +190,7 @@ def forecast() -> dict[str, Any]:
         "f": found,
         "headline": headline(found, day_and_time),
         "hours": busiest(found, HOURS_SHOWN),
-        "an_hour": timedelta(seconds=HOUR_S),
+        "an_hour": AN_HOUR,
         "due": due,
         "busy": busy,
     }
@@ -217,8 +214,8 @@ def _charts(found: Forecast) -> list[Markup]:
         Series("% of the hour", "done", [each if each <= 100 else 0 for each in percent]),
         Series("more than the hour", "failed", [each if each > 100 else 0 for each in percent]),
     ]
-    local, length = [start.astimezone(viewer_zone()) for start in starts], timedelta(seconds=HOUR_S)
-    return [with_legend(parts, stacked_bars(local, length, parts)) for parts in (due, busy)]
+    local = [start.astimezone(viewer_zone()) for start in starts]
+    return [stacked_bars(local, AN_HOUR, parts) for parts in (due, busy)]
 
 
 # -- the runs of a period, which all viewers share for some time ----------------------------------
@@ -249,14 +246,6 @@ class Runs(NamedTuple):
     #: The number of tags that were read, if all of them have more than `MOST_CHART_ROWS` rows.
     cut_to: int | None = None
 
-    def by_tag(self) -> dict[str, dict[int, RunTotals]]:
-        """Return the totals of each tag by the number of the step."""
-        steps: dict[str, dict[int, RunTotals]] = {}
-        for number, point in enumerate(self.points):
-            for tag, total in point.tags.items():
-                steps.setdefault(tag, {})[number] = total
-        return steps
-
 
 def read_runs(name: str, tag: str | None = None) -> Runs:
     """Return the runs of all tags in a period, or of one tag."""
@@ -280,10 +269,10 @@ def _busiest_tags(period: ChartPeriod) -> list[str] | None:
     return [each.tag for each in read_tags("hour")[0][:most]]
 
 
-def chosen_period() -> str:
+def chosen_period(periods: Collection[str] = PERIODS, default: str = "hour") -> str:
     """Return the period in the address of this request."""
-    name = request.args.get("period", "hour")
-    return name if name in PERIODS else "hour"
+    name = request.args.get("period", default)
+    return name if name in periods else default
 
 
 def shown_runs(tag: str | None = None) -> dict[str, Any]:
@@ -322,7 +311,7 @@ def _throughput(points: Sequence[SeriesPoint], step: str) -> Markup:
         Series("cancelled or expired", "other", [one.cancelled + one.expired for one in totals]),
     ]
     starts = [point.start.astimezone(viewer_zone()) for point in points]
-    return with_legend(parts, stacked_bars(starts, parse_duration(step), parts))
+    return stacked_bars(starts, parse_duration(step), parts)
 
 
 def _quantiles(
@@ -338,7 +327,7 @@ def _quantiles(
         for percent, some in ((50, "half"), (99, "99 of 100"))
     ]
     starts = [point.start.astimezone(viewer_zone()) for point in points]
-    return with_legend(parts, lines(starts, parse_duration(step), parts))
+    return lines(starts, parse_duration(step), parts)
 
 
 # -- the list of tags, and one tag ----------------------------------------------------------------
@@ -362,8 +351,11 @@ def read_tags(period: str) -> tuple[list[TagRuns], int | None]:
     """Return the tags of a period, those with the most runs first, and `Runs.cut_to`."""
 
     def read() -> tuple[list[TagRuns], int | None]:
-        runs = read_runs(period)
-        found = [_of_tag(tag, steps, len(runs.points)) for tag, steps in runs.by_tag().items()]
+        runs, by_tag = read_runs(period), defaultdict[str, dict[int, RunTotals]](dict)
+        for number, point in enumerate(runs.points):
+            for tag, total in point.tags.items():
+                by_tag[tag][number] = total
+        found = [_of_tag(tag, steps, len(runs.points)) for tag, steps in by_tag.items()]
         return sorted(found, key=lambda each: (-each.total.started, each.tag)), runs.cut_to
 
     return state().history.get(("tags", period), LIST_KEPT_S, read)
@@ -419,19 +411,13 @@ def tag() -> dict[str, Any]:
 
 @route("/policies", "lists.html")
 def policies() -> dict[str, Any]:
-    found, tag = state().snapshot(), request.args.get("tag", "").strip()
-    stored = state().delays.policies.list(tag=tag) if tag else []
-    limits = ("concurrency", "concurrency_per_key")
-    values = {
-        "tag": tag,
-        **{name: getattr(policy, name) for policy in stored for name in limits},
-        "rate": next((policy.rate_text for policy in stored), None),
-    }
-    return {
-        "rows": found.policies,
-        "edited": tag if any(policy.has_limits for policy in stored) else None,
-        "values": {name: NO_LIMIT if value is None else value for name, value in values.items()},
-    }
+    found, tag, values = state().snapshot(), request.args.get("tag", "").strip(), dict[str, Any]()
+    for stored in state().delays.policies.list(tag=tag) if tag else ():
+        if stored.has_limits:
+            values = {"tag": tag, "rate": stored.rate_text or NO_LIMIT}
+            for name in ("concurrency", "concurrency_per_key"):
+                values[name] = getattr(stored, name) or NO_LIMIT
+    return {"rows": found.policies, "edited": values.get("tag"), "values": values}
 
 
 #: The schedules of a page, and the occurrences that are shown of each.
@@ -503,19 +489,16 @@ SEARCH_S, LEAST_SEARCH_S = 5.0, 0.1
 TASKS_PER_PAGE = 50
 
 
-class Searches:
-    """Reads pages of tasks. All pages together end after `SEARCH_S` seconds."""
-
-    def __init__(self) -> None:
-        self._began = monotonic()
-
-    def find(
-        self, *, limit: int, cursor: str | None = None, newest_first: bool = False, **filters: Any
-    ) -> Page:
-        """Return a page like `DelayTasks.find`, or raise `SearchTimeoutError`."""
-        left_s = max(SEARCH_S - (monotonic() - self._began), LEAST_SEARCH_S)
-        where = cast("Filters", filters)
-        return find_tasks(runtime(), where, cursor, limit, newest_first, None, left_s)
+def search(
+    filters: Mapping[str, Any],
+    limit: int,
+    cursor: str | None = None,
+    is_newest_first: bool = True,
+    limit_s: float = SEARCH_S,
+) -> Page:
+    """Return a page like `DelayTasks.find`, or raise `SearchTimeoutError`."""
+    where, limit_s = cast("Filters", filters), max(limit_s, LEAST_SEARCH_S)
+    return find_tasks(runtime(), where, cursor, limit, is_newest_first, None, limit_s)
 
 
 @route("/tasks", "tasks.html")
@@ -523,24 +506,22 @@ def tasks() -> dict[str, Any] | Response:
     if id := request.args.get("id", "").strip():
         return redirect(url_for("task", id=check_id(id)), 303)
     problem, found, query = None, Page([], None), TaskQuery({}, {})
-    cursor, is_oldest_first = request.args.get("cursor"), request.args.get("order") == "oldest"
+    cursor, is_newest_first = request.args.get("cursor"), request.args.get("order") != "oldest"
     try:
         query = TaskQuery.read(request.args)
         if "meta" in query.filters and viewer().role < Role.OPERATE:
             raise InvalidInputError(
                 "your role does not show meta, so it cannot search by meta", "meta"
             )
-        where, is_newest_first = dict(query.filters), not is_oldest_first
+        where = dict(query.filters)
         if "error" in where:  # it has no index, but FAILED tasks are few
             where.setdefault("status", Status.FAILED)
-        found = Searches().find(
-            **where, cursor=cursor or None, newest_first=is_newest_first, limit=TASKS_PER_PAGE
-        )
+        found = search(where, TASKS_PER_PAGE, cursor or None, is_newest_first)
     except (InvalidInputError, SearchTimeoutError) as error:
         problem = str(error)
     return {
         "query": query,
-        "order": {"order": "oldest"} if is_oldest_first else {},
+        "order": {} if is_newest_first else {"order": "oldest"},
         "cursor": cursor,
         "found": found,
         "problem": problem,
@@ -597,10 +578,10 @@ def bulk() -> dict[str, Any]:
 def _counted(filters: dict[str, Any]) -> tuple[int, bool, list[DelayedTask]]:
     """Return the number of tasks, whether there may be more, and some of them."""
     count, cursor, examples = 0, None, list[DelayedTask]()
-    searches = Searches()
+    ends_at = monotonic() + SEARCH_S
     while count < MOST_MATCHES_COUNTED:
         try:
-            found = searches.find(**filters, cursor=cursor, limit=COUNT_PAGE)
+            found = search(filters, COUNT_PAGE, cursor, False, ends_at - monotonic())
         except SearchTimeoutError:
             if not count:
                 raise

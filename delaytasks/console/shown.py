@@ -4,46 +4,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from datetime import datetime, timezone, tzinfo
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+from datetime import datetime, tzinfo
 
 from flask import Flask, session
 from markupsafe import Markup
 
 from delaytasks.console.charts import sparkline
+from delaytasks.model.clock import UTC
+from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import show_duration
 from delaytasks.model.text import some_values
 from delaytasks.operate.task_calls import pretty_body, pretty_result
 from delaytasks.operate.texts import last_line, show_from_now, show_measured, show_offset
+from delaytasks.recurring.definition import zone_of
 
-#: What people call the statuses. The words are also the names of CSS classes.
-STATUS_WORDS = {
-    "NOT_COMPLETE": "waiting",
-    "DONE": "done",
-    "FAILED": "failed",
-    "RUNNING": "running",
-    "CANCELLED": "cancelled",
-    "HELD": "held",
-}
 #: An instant in a sentence or in a log entry, but not in the key of an occurrence, after "@".
 _INSTANT = re.compile(
     r"(?<![\w@])[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]+)?(?:Z|\+00:00)"
 )
 
 
-def zone_of(name: object) -> tzinfo | None:
-    """Return the time zone of a name, or None if there is none of this name."""
-    if name == "UTC":
-        return timezone.utc
-    try:
-        return ZoneInfo(name) if isinstance(name, str) and name else None
-    except (ZoneInfoNotFoundError, ValueError, OSError):
-        return None
-
-
 def viewer_zone() -> tzinfo:
     """Return the time zone that the viewer has chosen; UTC by default."""
-    return zone_of(session.get("zone")) or timezone.utc
+    try:
+        return zone_of(session["zone"]) if "zone" in session else UTC
+    except InvalidInputError:  # another process of the console may know more zones
+        return UTC
 
 
 def local_text(value: datetime) -> str:
@@ -116,5 +102,6 @@ def install_filters(app: Flask) -> None:
         measured=show_measured,
         number=lambda value: f"{value:,}",
         percent=lambda share: "–" if share is None else f"{100 * share:.2f}%",
-        status_word=STATUS_WORDS.__getitem__,
+        # What people call the statuses. The words are also the names of CSS classes.
+        status_word=lambda name: "waiting" if name == "NOT_COMPLETE" else name.lower(),
     )

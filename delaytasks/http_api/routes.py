@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from http import HTTPStatus
 from typing import Any
 
 from delaytasks.client import DelayTasks
@@ -111,7 +110,8 @@ class Route:
 
     @property
     def needs_body(self) -> bool:
-        return self.has_body and not self.schema.keys().isdisjoint(_REQUIRING)
+        """Whether an empty document does not match the schema."""
+        return "required" in self.schema or "oneOf" in self.schema
 
     @property
     def takes_idempotency_key(self) -> bool:
@@ -137,8 +137,6 @@ class Route:
         return f"{scope}, or {pattern}" if self.is_of_tag else scope
 
 
-#: The keywords of a schema that an empty body cannot match.
-_REQUIRING = ("required", "oneOf")
 ROUTES = [
     Route(name, method, path, operation)
     for operation in OPERATIONS.values()
@@ -289,47 +287,32 @@ def _idempotency_key(route: Route) -> str | None:
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def failed(error: DelayTaskError) -> Response:
-    """Return the response for an error of delaytasks."""
+def failed(error: Exception) -> Any:
+    """Return the response for an error. A bug is in the log only: its text may have secrets."""
     status = next((code for kind, code in STATUS_OF_ERROR if isinstance(error, kind)), None)
-    if status is None:
-        return broken(error)
-    name, more = type(error).__name__, dict[str, Any]()
-    if isinstance(error, InvalidInputError):
-        more["argument"] = error.argument
-        status = 413 if error.is_too_large else status
-    if (id := getattr(error, "id", None)) is not None:
-        more["id"] = str(id)
-    response = _problem(
-        status, str(error), f"urn:delaytasks:{name}", name.removesuffix("Error"), **more
-    )
-    if status in (503, 504):
-        response.headers["Retry-After"] = str(REPEAT_AFTER_S)
+    name, problem = type(error).__name__, dict[str, Any]()
+    if isinstance(error, exceptions.HTTPException):
+        response = error.get_response()  # with headers such as Allow
+        problem |= {"type": "about:blank", "title": error.name}
+        problem["detail"] = error.description or error.name
+    elif status is None:
+        logger.error("HTTP API: a request failed", exc_info=error)
+        said = "The request failed. The log of the server has the traceback."
+        return failed(exceptions.InternalServerError(said))
+    else:
+        problem |= {"type": f"urn:delaytasks:{name}", "title": name.removesuffix("Error")}
+        problem["detail"] = str(error)
+        if isinstance(error, InvalidInputError):
+            problem["argument"] = error.argument
+            status = 413 if error.is_too_large else status
+        if (id := getattr(error, "id", None)) is not None:
+            problem["id"] = str(id)
+        response = Response(status=status)
+        if status in (503, 504):
+            response.headers["Retry-After"] = str(REPEAT_AFTER_S)
+    problem["status"] = response.status_code
+    response.data, response.content_type = json.dumps(problem), PROBLEM_TYPE
     return response
-
-
-def of_http(error: exceptions.HTTPException) -> Response:
-    """Return the response for an error of the HTTP layer, such as an unknown path."""
-    response = _problem(error.code or 500, error.description or error.name)
-    headers = error.get_response().headers
-    for name in ("Allow", "WWW-Authenticate"):
-        if name in headers:
-            response.headers[name] = headers[name]
-    return response
-
-
-def broken(error: Exception) -> Response:
-    """Return the response for a bug. Its text is in the log only, because it may have secrets."""
-    logger.error("HTTP API: a request failed", exc_info=error)
-    return _problem(500, "The request failed. The log of the server has the traceback.")
-
-
-def _problem(
-    status: int, detail: str, type: str = "about:blank", title: str = "", **more: Any
-) -> Response:
-    title = title or HTTPStatus(status).phrase
-    document = {"type": type, "title": title, "status": status, "detail": detail, **more}
-    return Response(json.dumps(document), status, content_type=PROBLEM_TYPE)
 
 
 # -- requests with an Idempotency-Key --------------------------------------------------------------
@@ -436,9 +419,7 @@ def make_api(
     )
     Probes(delays).add_to(app)
     app.after_request(_with_headers)
-    app.register_error_handler(DelayTaskError, failed)
-    app.register_error_handler(exceptions.HTTPException, of_http)
-    app.register_error_handler(Exception, broken)
+    app.register_error_handler(Exception, failed)
     return app
 
 
