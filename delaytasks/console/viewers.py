@@ -23,7 +23,7 @@ from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.inputs import ACTOR_LENGTH
 from delaytasks.model.text import one_line
-from delaytasks.operate.serving import WatchedFile
+from delaytasks.operate.serving import EntryFile
 from delaytasks.settings import make_folder, write_file
 
 
@@ -118,23 +118,17 @@ _NOBODY = generate_password_hash(secrets.token_urlsafe())
 FIRST_USER = "admin"
 
 
-class UserFile:
+class UserFile(EntryFile[Mapping[str, Any]]):
     """Users who log in on the console's own page. The file is read again when it changes."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = WatchedFile(path, {"users": {}}, _read_users, "console users")
+        super().__init__(path, "users", _check_users, "console users")
         # A file of its own, so that no log out undoes a change of the users at the same time.
         ends = path.with_name(f"{path.stem}-logged-out.json")
-        self._ends = WatchedFile(ends, {}, _read_times, "the last log outs of console users")
+        self._ends = EntryFile(ends, "ends", _read_times, "the last log outs of console users")
         self._ending = threading.Lock()
 
     # -- read -------------------------------------------------------------------------------------
-
-    @property
-    def entries(self) -> Mapping[str, Mapping[str, str]]:
-        """The entry of each user by name; none if there is no file yet."""
-        return self._file.read()
 
     def role(self, name: str) -> Role | None:
         user = self.entries.get(name)
@@ -146,7 +140,7 @@ class UserFile:
         user = self.entries.get(name) if isinstance(name, str) else None
         if user is None or session.get("password") != _mark(user.get("password", "")):
             return None
-        if session.get("logged_in_at", 0.0) <= self._ends.read().get(str(name), 0.0):
+        if session.get("logged_in_at", 0.0) <= self._ends.content().get(str(name), 0.0):
             return None
         return Viewer.of(name, user["role"])
 
@@ -164,22 +158,13 @@ class UserFile:
             raise ConfigError("the name of a console user is not empty")
         if len(password) < MIN_PASSWORD:
             raise ConfigError(f"a password of the console has at least {MIN_PASSWORD} characters")
-        users = dict(self.entries)
-        users[name] = {"password": generate_password_hash(password), "role": role.label}
-        self._file.write({"users": users})
-
-    def remove(self, name: str) -> bool:
-        """Remove a user; return False if there is none of this name."""
-        users = dict(self.entries)
-        is_known = users.pop(name, None) is not None
-        if is_known:
-            self._file.write({"users": users})
-        return is_known
+        user = {"password": generate_password_hash(password), "role": role.label}
+        self.write({**self.entries, name: user})
 
     def log_out(self, name: str, at_s: float) -> None:
         """End all sessions of a user that began until then, also those of copied cookies."""
         with self._ending:
-            ends = {**self._ends.read(), name: at_s}
+            ends = {**self._ends.content(), name: at_s}
             self._ends.write({user: ends[user] for user in self.entries if user in ends})
 
     def make_first(self) -> str | None:
@@ -201,15 +186,14 @@ def session_key(path: Path) -> str:
         return path.read_text(encoding="ascii")
 
 
-def _read_users(document: Any) -> dict[str, dict[str, str]]:
-    users: dict[str, dict[str, str]] = document["users"]
-    for each in users.values():
+def _check_users(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    for each in entries.values():
         Role.named(each["role"])
-    return users
+    return entries
 
 
-def _read_times(document: Any) -> dict[str, float]:
-    return {str(name): float(at_s) for name, at_s in document.items()}
+def _read_times(entries: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): float(at_s) for name, at_s in entries.items()}
 
 
 def _mark(hashed: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.inputs import CELERY_PREFIX, check_actor
-from delaytasks.operate.serving import WatchedFile
+from delaytasks.operate.serving import EntryFile
 
 #: The file in the data folder.
 API_KEYS = "api-keys.json"
@@ -99,7 +99,6 @@ class ApiKeys:
     """
 
     def __init__(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
-        self.entries = entries
         self._by_hash: dict[str, ApiKey] = {}
         for name, entry in entries.items():
             try:
@@ -112,7 +111,7 @@ class ApiKeys:
         return self._by_hash.get(_hash(presented))
 
 
-class ApiKeyFile:
+class ApiKeyFile(EntryFile[ApiKeys]):
     """Keys in a file, which is read again when it changes.
 
     Parameters
@@ -126,16 +125,10 @@ class ApiKeyFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = WatchedFile(path, {"keys": {}}, _read_keys, "API keys")
+        super().__init__(path, "keys", ApiKeys, "API keys")
 
     def find(self, presented: str) -> ApiKey | None:
-        return self._file.read().find(presented)
-
-    @property
-    def entries(self) -> Mapping[str, Mapping[str, Any]]:
-        """The entry of each key by name. No entry reveals its key."""
-        return self._file.read().entries
+        return self.content().find(presented)
 
     def create(self, name: str, scopes: Sequence[str]) -> tuple[str, dict[str, Any]]:
         """Store a new key. Return the key, which is stored nowhere, and its entry."""
@@ -143,16 +136,8 @@ class ApiKeyFile:
             raise ConfigError(f"{self.path} has an API key {name!r:.60} already: choose a name")
         key, entry = new_entry(scopes)
         ApiKeys({name: entry})  # raises the errors of a wrong name
-        self._file.write({"keys": {**self.entries, name: entry}})
+        self.write({**self.entries, name: entry})
         return key, entry
-
-    def remove(self, name: str) -> bool:
-        """Remove a key; return False if there is none of this name."""
-        entries = dict(self.entries)
-        if entries.pop(name, None) is None:
-            return False
-        self._file.write({"keys": entries})
-        return True
 
 
 def new_entry(scopes: Sequence[str]) -> tuple[str, dict[str, Any]]:
@@ -166,10 +151,6 @@ def new_entry(scopes: Sequence[str]) -> tuple[str, dict[str, Any]]:
     ApiKey.of("new", scopes)  # raises the error of a wrong scope
     key = f"{KEY_PREFIX}_{secrets.token_urlsafe(32)}"
     return key, {"hash": _hash(key), "scopes": list(scopes)}
-
-
-def _read_keys(document: Any) -> ApiKeys:
-    return ApiKeys(document["keys"])
 
 
 def _hash(key: str) -> str:

@@ -172,50 +172,66 @@ class SharedCache:
 # -- A JSON file that only its owner can read, and that is read again when it changes -------------
 
 
-class WatchedFile(Generic[T]):
-    """A JSON file.
+class EntryFile(Generic[T]):
+    """A JSON file of entries by name.
 
     Parameters
     ----------
     path
-        The file.
-    missing
-        The document if there is no file.
+        The file. It is made with the first entry.
+    field
+        The name of the entries in the document.
     parse
-        Makes the content from the document. Its errors are reported with the path.
+        Makes the content from the entries. Its errors are reported with the path.
     purpose
         Names the content in errors, such as "console users".
     """
 
-    def __init__(self, path: Path, missing: Any, parse: Callable[[Any], T], purpose: str) -> None:
-        self._path = path
-        self._parse = parse
-        self._purpose = purpose
+    def __init__(
+        self, path: Path, field: str, parse: Callable[[Mapping[str, Any]], T], purpose: str
+    ) -> None:
+        self.path = path
+        self._field, self._parse, self._purpose = field, parse, purpose
         self._lock = threading.Lock()
-        self._missing = parse(missing)
-        self._read: tuple[tuple[int, int, int], T] | None = None
+        self._stamp: tuple[int, int, int] | None = None
+        self._read: tuple[Mapping[str, Any], T] | None = None
 
-    def read(self) -> T:
-        """Return the content. The file is parsed only if it has changed since the last call."""
+    @property
+    def entries(self) -> Mapping[str, Any]:
+        """The entry of each name; none if there is no file yet."""
+        return self._current()[0]
+
+    def content(self) -> T:
+        """Return what `parse` has made of the entries."""
+        return self._current()[1]
+
+    def remove(self, name: str) -> bool:
+        """Remove an entry; return False if there is none of this name."""
+        entries = dict(self.entries)
+        is_known = entries.pop(name, None) is not None
+        if is_known:
+            self.write(entries)
+        return is_known
+
+    def write(self, entries: Mapping[str, Any]) -> None:
+        """Replace the file. Readers see the old file or the new one."""
+        make_folder(self.path.parent)
+        new = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        write_file(new, json.dumps({self._field: entries}, indent=2) + "\n")
+        os.replace(new, self.path)
+
+    def _current(self) -> tuple[Mapping[str, Any], T]:
+        """Return entries and content. The file is read only if it has changed since then."""
         with self._lock:
             try:
-                found = os.stat(self._path)
+                found = os.stat(self.path)
                 stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
-                if self._read is None or self._read[0] != stamp:
-                    self._read = stamp, self._parsed()
+                if self._read is None or self._stamp != stamp:
+                    entries = json.loads(self.path.read_text(encoding="utf-8"))[self._field]
+                    self._read, self._stamp = (entries, self._parse(entries)), stamp
             except FileNotFoundError:
-                return self._missing
-            return self._read[1]
-
-    def write(self, document: Any) -> None:
-        """Replace the file. Readers see the old file or the new one."""
-        make_folder(self._path.parent)
-        new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        write_file(new, json.dumps(document, indent=2) + "\n")
-        os.replace(new, self._path)
-
-    def _parsed(self) -> T:
-        try:
-            return self._parse(json.loads(self._path.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
-            raise ConfigError(f"{self._path} is no file of {self._purpose}: {error}") from error
+                return {}, self._parse({})
+            except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+                problem = f"{self.path} is no file of {self._purpose}: {error}"
+                raise ConfigError(problem) from error
+            return self._read
