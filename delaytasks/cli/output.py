@@ -136,12 +136,11 @@ def _lines(table: Table, is_terminal: bool) -> list[str]:
 
     names, folded = table.columns.split(","), table.folded.split(",")
     columns = dict(zip(names, zip(*table.rows, strict=True), strict=True))
-    texts = {
-        name: [
-            Text(*_shown(value, LONGEST if name in folded else LONGEST_CELL)) for value in values
-        ]
-        for name, values in columns.items()
-    }
+    texts = dict[str, list[Text]]()
+    for name, values in columns.items():
+        longest = LONGEST if name in folded else LONGEST_CELL
+        coloured = (value if isinstance(value, tuple) else (value, "") for value in values)
+        texts[name] = [Text(cell(value, longest), colour) for value, colour in coloured]
     widths = {
         name: max(len(name) * table.has_headings, *(each.cell_len for each in column))
         for name, column in texts.items()
@@ -190,12 +189,6 @@ def _fit(widths: dict[str, int], folded: Sequence[str], extra: Sequence[str], mo
         if widths.get(widest, 0) <= LEAST_FOLDED:
             return
         widths[widest] -= 1
-
-
-def _shown(value: Cell, longest: int) -> tuple[str, str]:
-    """Return the text of a cell and its colour."""
-    text, colour = value if isinstance(value, tuple) else (value, "")
-    return cell(text, longest), colour
 
 
 def cell(value: object, longest: int = LONGEST_CELL) -> str:

@@ -58,7 +58,9 @@ def list_(cli: Cli, name: str | None, occurrences: int | None) -> None:
         prefix = None if name is None else name.removesuffix("*")
         found = cli.delays.recurring.list(prefix=prefix, limit=PAGE_MAX)
     if occurrences is not None:
-        _answer_occurrences(cli, found[0], occurrences, now)
+        zone, times = zone_of(found[0].tz), found[0].next(occurrences, now)
+        lines = [f"{show_instant(t)}  {t.astimezone(zone):%a %Y-%m-%d %H:%M:%S %Z}" for t in times]
+        cli.answer([*map(show_instant, times)], *(lines or ["No further occurrence."]))
         return
     columns = (
         "name,tag,timing,tz,next occurrence,tasks until=last_at,last task,declared=is_declared"
@@ -73,12 +75,6 @@ def list_(cli: Cli, name: str | None, occurrences: int | None) -> None:
         cli.note("No recurring schedules.")
     elif len(found) == PAGE_MAX:
         cli.note(f"There may be more than {PAGE_MAX:,}: name the beginning, as 'eu-*'.")
-
-
-def _answer_occurrences(cli: Cli, schedule: RecurringSchedule, most: int, now: datetime) -> None:
-    zone, found = zone_of(schedule.tz), schedule.next(most, now)
-    lines = [f"{show_instant(at)}  {at.astimezone(zone):%a %Y-%m-%d %H:%M:%S %Z}" for at in found]
-    cli.answer([*map(show_instant, found)], *(lines or ["No further occurrence."]))
 
 
 def _next(schedule: RecurringSchedule, now: datetime) -> Cell:

@@ -116,7 +116,7 @@ def serve(cli: Cli, trusted_proxy: str | None, printed: str | None, **options: A
         from delaytasks.console.application import standalone
 
         header, proxies = options["proxy_header"], options["proxy"] or ("127.0.0.1", "::1")
-        apps["console"] = standalone(cli.delays, click.echo, header, proxies), console
+        apps["console"] = standalone(cli.delays, header, proxies), console
     if api:
         from delaytasks.http_api.routes import make_api
 

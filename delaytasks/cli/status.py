@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
@@ -121,7 +122,6 @@ def _revision(cli: Cli, revision: str | None, head: str) -> str:
 # -- `check`: would the waiting tasks run with this code, and the effective settings --------------
 
 
-_BROKER_VARIABLES = ("CELERY_BROKER_WRITE_URL", "CELERY_BROKER_URL")
 _EXIT_CODES_OF_CHECK = (
     "Exit codes: 0 all would run; 1 some would not, or the database is unavailable; "
     "2 wrong usage or settings."
@@ -218,7 +218,7 @@ def broker_url(app: Any) -> str:
 
 
 def _broker_origin(cli: Cli) -> str:
-    if any(os.environ.get(variable) for variable in _BROKER_VARIABLES):
+    if any(map(os.environ.get, ("CELERY_BROKER_WRITE_URL", "CELERY_BROKER_URL"))):
         return "environment"
     defaults = (None, file_broker_url(cli.delays.settings.data_dir))
     return "default" if cli.app.conf.broker_url in defaults else "celery configuration"
@@ -300,22 +300,17 @@ def status(
 
 
 def _watch(cli: Cli) -> None:
-    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    console = Console()
-    try:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                lines = _text(cli, gather(cli)).splitlines()
-                more = len(lines) - console.height
-                if more > 0:
-                    lines = [*lines[: console.height - 1], f"and {count(more + 1, 'line')} more"]
-                live.update(Text.from_ansi("\n".join(lines), no_wrap=True), refresh=True)
-                time.sleep(EVERY_S)
-    except KeyboardInterrupt:
-        pass  # the way to end this command
+    # Ctrl-C is the way to end this command.
+    with suppress(KeyboardInterrupt), Live(screen=True, auto_refresh=False) as live:
+        while True:
+            lines, height = _text(cli, gather(cli)).splitlines(), live.console.height
+            if (more := len(lines) - height) > 0:
+                lines = [*lines[: height - 1], f"and {count(more + 1, 'line')} more"]
+            live.update(Text.from_ansi("\n".join(lines), no_wrap=True), refresh=True)
+            time.sleep(EVERY_S)
 
 
 # -- The document ---------------------------------------------------------------------------------

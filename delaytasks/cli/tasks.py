@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -140,10 +141,8 @@ def list_(
     if follow:
         if oldest_first or cursor is not None:
             raise click.UsageError("--follow excludes --oldest-first and --cursor.")
-        try:
+        with suppress(KeyboardInterrupt):  # the way to end this command
             _follow(cli, filter_of(filters), LATELY if limit is None else limit, for_)
-        except KeyboardInterrupt:
-            pass  # the way to end this command
         return
     limit = PAGE if limit is None else limit
     page = cli.delays.find(**filters, limit=limit, cursor=cursor, newest_first=not oldest_first)
@@ -189,12 +188,10 @@ def _follow(cli: Cli, where: Filter, most: int, for_: timedelta | None) -> None:
 
 def _change(task: DelayedTask) -> dict[str, Any]:
     """Return the JSON document of a change. It has no body and no result."""
-    document = task.as_json()
-    for name in ("body", "result", "headers"):
-        del document[name]
-    error = last_line(task.error) or None
+    left_out = ("body", "result", "headers")
+    document = {name: value for name, value in task.as_json().items() if name not in left_out}
     times = {"time": changed_at(task).isoformat(), "late_s": _late_s(task)}
-    return {**document, **times, "error": error}
+    return {**document, **times, "error": last_line(task.error) or None}
 
 
 def _change_line(task: DelayedTask, now: datetime) -> str:
@@ -285,10 +282,6 @@ def _field(task: DelayedTask, name: str, value: Any, now: datetime) -> str | Non
 # -- `cancel`, `reschedule` and `rerun`: each task that is named, or many -------------------------
 
 
-#: Options for tasks by id or by key.
-_OF_ONE = ("running", "version")
-#: Options that move a task again if the command is repeated, so that it needs one more filter.
-_SHIFTS = ("by", "jitter")
 _FLAGS = {"everything": "All tasks.", "dry_run": "Only count the tasks.", "yes": "Do not ask."}
 
 
@@ -311,9 +304,8 @@ def _move(
             raise click.UsageError("Name the tasks by ids or by filters.")
         _move_each(cli, operation, filters["ids"], given)
         return
-    for name in _OF_ONE:
-        if name in given:
-            raise click.UsageError(f"{flag_of(name)} is for tasks by id or by key.")
+    for name in given.keys() & {"running", "version"}:
+        raise click.UsageError(f"{flag_of(name)} is for tasks by id or by key.")
     _move_many(cli, operation, given, {**filters, "everything": everything}, dry_run, yes)
 
 
@@ -419,16 +411,14 @@ def _move_many(
     try:
         with bar, signals_to(stop, signal.SIGINT):
             result = move(on_progress=on_progress)
-    except KeyboardInterrupt:
-        result = None
     except StoreError as error:
         error.args = (f"{error}; {how_far()}", *error.args[1:])
         raise
-    if result is None:
-        is_shift = any(name in given for name in _SHIFTS)
+    except KeyboardInterrupt:
+        is_shift = not given.keys().isdisjoint({"by", "jitter"})  # it would move them once more
         again = f", with --updated-until {so_far.started.isoformat()}" if is_shift else ""
         _report(cli, so_far, f"stopped: {how_far()}; to go on run it again{again}", "stopped")
-        raise SystemExit(1)
+        raise SystemExit(1) from None
     _report(cli, result, f"{done} {count(result.changed, 'task')}", "done")
     cli.note_broker_away()
 

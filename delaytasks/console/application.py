@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import click
 from flask import Flask, abort, redirect, render_template, request, session, url_for
 from werkzeug.exceptions import HTTPException
 from werkzeug.wrappers import Response
@@ -220,18 +221,11 @@ def users_of(delays: DelayTasks) -> UserFile:
     return UserFile(Path(delays.settings.data_dir).absolute() / USERS)
 
 
-def standalone(
-    delays: DelayTasks,
-    say: Callable[[str], None],
-    header: str | None = None,
-    proxies: Sequence[str] = (),
-) -> Flask:
-    """Return the console for a server of its own.
+def standalone(delays: DelayTasks, header: str | None = None, proxies: Sequence[str] = ()) -> Flask:
+    """Return the console for a server of its own; its first start prints a generated password.
 
     Parameters
     ----------
-    say
-        Prints the first password. It is generated once, and stored only as a hash.
     header, proxies
         The header in which a proxy at one of these addresses names the user. The file of users has
         the roles. Without a header, the users of the file log in.
@@ -241,6 +235,6 @@ def standalone(
     if header is not None:
         viewers = proxy_viewer(header, proxies, users.role)
     elif password := users.make_first():
-        say(f"The console's first user is {FIRST_USER} with the password {password}")
-        say(f"It is printed once; {users.path} has its hash.")
+        click.echo(f"The console's first user is {FIRST_USER} with the password {password}")
+        click.echo(f"It is printed once; {users.path} has its hash.")
     return make_console(delays, viewers, secret_key=session_key(users.path.with_name(KEY)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
@@ -163,28 +163,23 @@ def _chart(
     show: Callable[[float | None], str],
 ) -> Markup:
     # Each step has an invisible column, whose title is shown where the pointer is.
-    hover = []
+    hover, end = [], "%H:%M %Z" if step < timedelta(days=1) else "%Y-%m-%d %H:%M %Z"
     for n, x, width in _columns(len(starts)):
-        values = {part.name: show(part.values[n]) for part in parts}
-        title = f"<title>{escape(_title(starts[n], step, values))}</title>"
-        hover.append(_rect(x, TOP, width, HEIGHT - TOP - BOTTOM, "hover", title))
-    inner = [*_grid(scale), *shapes, *_time_axis(starts, step), *hover]
+        values = ", ".join(f"{part.name} {show(part.values[n])}" for part in parts)
+        title = escape(f"{starts[n]:%Y-%m-%d %H:%M} to {starts[n] + step:{end}}: {values}")
+        inner = f"<title>{title}</title>"
+        hover.append(_rect(x, TOP, width, HEIGHT - TOP - BOTTOM, "hover", inner))
+    drawn = "".join([*_grid(scale), *shapes, *_time_axis(starts, step), *hover])
     label = f"{about} by time: {', '.join(part.name for part in parts)}"
     chart = Markup(
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(label)}">{"".join(inner)}</svg>'
+        f'aria-label="{escape(label)}">{drawn}</svg>'
     )
     if len(parts) == 1:
         return chart
     colour = Markup('<span><i class="key {}"></i>{}</span>')
     legend = Markup("").join(colour.format(part.style, part.name) for part in parts)
     return Markup('<p class="legend">{}</p>{}').format(legend, chart)
-
-
-def _title(start: datetime, step: timedelta, values: Mapping[str, str]) -> str:
-    shown = ", ".join(f"{name} {value}" for name, value in values.items())
-    end = "%H:%M %Z" if step < timedelta(days=1) else "%Y-%m-%d %H:%M %Z"
-    return f"{start:%Y-%m-%d %H:%M} to {start + step:{end}}: {shown}"
 
 
 def _grid(scale: Scale) -> Iterator[str]:

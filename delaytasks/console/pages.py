@@ -34,13 +34,13 @@ from delaytasks.console.shown import day_and_time, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.db.store import Store
 from delaytasks.db.task_rows import first_page
-from delaytasks.model.clock import AN_HOUR, MAX_ID, from_us, monotonic
+from delaytasks.model.clock import AN_HOUR, MAX_ID, hour_of, monotonic
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, StoreError
 from delaytasks.model.filters import Filter, Filters
 from delaytasks.model.inputs import ALL_QUEUES, check_id, check_tag, parse_duration
 from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
-from delaytasks.operate.forecast import HOUR_S, KEPT_S, MAX_PROCESSES, Forecast, busiest, headline
+from delaytasks.operate.forecast import KEPT_S, MAX_PROCESSES, Forecast, busiest, headline
 from delaytasks.operate.health import Problem, verdict_of
 from delaytasks.operate.operations import NO_LIMIT, integer
 from delaytasks.operate.searches import SearchTimeoutError
@@ -198,10 +198,8 @@ def forecast() -> dict[str, Any]:
 
 def _charts(found: Forecast) -> list[Markup]:
     """Return charts of the tasks that are due in each hour, and of the time that they need."""
-    first = int(found.made_at.timestamp() // HOUR_S)
-    end = math.ceil(found.until.timestamp() / HOUR_S)
-    starts = [from_us(number * HOUR_S * 1_000_000) for number in range(first, end)]
-    known = {hour.start: hour for hour in found.hours}
+    first, known = hour_of(found.made_at), {hour.start: hour for hour in found.hours}
+    starts = [first + n * AN_HOUR for n in range(math.ceil((found.until - first) / AN_HOUR))]
     hours = [known.get(start) for start in starts]
     # The largest tag has a colour of its own.
     tag = found.tags[0].tag if found.tags else ""

@@ -257,7 +257,13 @@ def _finish(response: Response) -> Response:
     is_static = request.endpoint == "static"
     kept = "public, max-age=31536000, immutable" if is_static else "no-store"
     response.headers["Cache-Control"] = kept
-    return _audit_refusal(response)
+    # An action that was refused is recorded: by role, token or origin, or as impossible. `perform`
+    # answers with a redirect, so that its refusals are not recorded twice.
+    route = ROUTES.get(request.endpoint or "")
+    is_action = route is not None and request.method == "POST" and route.role > Role.VIEW
+    if is_action and response.status_code in REFUSED and g.get("viewer") is not None:
+        recorder(request.endpoint or "", given())(is_refused=True)
+    return response
 
 
 def safe_next(target: str | None) -> str:
@@ -308,15 +314,3 @@ def recorder(action: str, what: dict[str, Any]) -> Callable[..., None]:
             logger.exception("console: the log entry of %s could not be written", name)
 
     return record
-
-
-def _audit_refusal(response: Response) -> Response:
-    """Record an action that was refused: by role, token or origin, or as impossible.
-
-    `perform` answers with a redirect, so that its refusals are not recorded twice.
-    """
-    route = ROUTES.get(request.endpoint or "")
-    is_action = route is not None and request.method == "POST" and route.role > Role.VIEW
-    if is_action and response.status_code in REFUSED and g.get("viewer") is not None:
-        recorder(request.endpoint or "", given())(is_refused=True)
-    return response

@@ -414,9 +414,7 @@ def make_api(
     for route in ROUTES:
         rule, perform = route.path.replace("{id}", "<id>"), partial(_perform, delays, keys, route)
         app.add_url_rule(rule, route.name, perform, methods=[route.method])
-    app.add_url_rule(
-        DOCUMENT_PATH, "document", lambda: _json(openapi_document(request.script_root or "/"))
-    )
+    app.add_url_rule(DOCUMENT_PATH, "document", openapi_document)
     Probes(delays).add_to(app)
     app.after_request(_with_headers)
     app.register_error_handler(Exception, failed)
@@ -436,25 +434,19 @@ def _with_headers(response: Response) -> Response:
 # -- the OpenAPI document -------------------------------------------------------------------------
 
 
-def openapi_document(server: str = "/") -> dict[str, Any]:
-    """Return the document.
-
-    Parameters
-    ----------
-    server
-        The URL or the path of the API, without `/v1`.
-    """
+def openapi_document() -> Response:
+    """Return the document. Its paths begin where the application is mounted."""
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
-    return {
+    document = {
         "openapi": "3.1.0",
         "info": {
             "title": "delaytasks",
             "version": API_VERSION,
             "description": "Schedule, look up and change delayed tasks.",
         },
-        "servers": [{"url": server}],
+        "servers": [{"url": request.script_root or "/"}],
         "security": [{"apiKey": []}],
         "paths": paths,
         "components": {
@@ -462,6 +454,7 @@ def openapi_document(server: str = "/") -> dict[str, Any]:
             "securitySchemes": {"apiKey": {"type": "http", "scheme": "bearer"}},
         },
     }
+    return _json(document)
 
 
 def _operation(route: Route) -> dict[str, Any]:
