@@ -157,15 +157,15 @@ class Cli:
             modules.update(self.app.loader.default_modules)  # this reads the app's configuration
             self.app.loader.import_default_modules()
 
-    def require_terminal(self, is_confirmed: bool, reason: str) -> None:
-        """Raise a usage error unless the user has confirmed, or can be asked."""
-        if not is_confirmed and (self.is_json or not sys.stdin.isatty()):
+    def require_terminal(self, reason: str) -> None:
+        """Raise a usage error unless the user can be asked."""
+        if self.is_json or not sys.stdin.isatty():
             raise click.UsageError(reason)
 
     def confirm(self, is_confirmed: bool, question: str, reason: str) -> None:
         """Ask the user, or raise a usage error if there is no terminal."""
-        self.require_terminal(is_confirmed, reason)
         if not is_confirmed:
+            self.require_terminal(reason)
             click.confirm(question, abort=True, err=True)
 
     def answer(self, document: Any, *parts: Part) -> None:

@@ -286,7 +286,7 @@ def _set_user(cli: Cli, users: UserFile, name: str, role: str | None, password: 
     from delaytasks.console.viewers import Role
 
     if password is None:
-        cli.require_terminal(False, "access asks for the password on a terminal: --password")
+        cli.require_terminal("access asks for the password on a terminal: --password")
         password = click.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
     kept = Role.named(role) if role else users.role(name) or Role.VIEW
     users.set(name, password, kept)

@@ -304,8 +304,9 @@ def _move(
             raise click.UsageError("Name the tasks by ids or by filters.")
         _move_each(cli, operation, filters["ids"], given)
         return
-    for name in given.keys() & {"running", "version"}:
-        raise click.UsageError(f"{flag_of(name)} is for tasks by id or by key.")
+    for name in ("running", "version"):
+        if name in given:
+            raise click.UsageError(f"{flag_of(name)} is for tasks by id or by key.")
     _move_many(cli, operation, given, {**filters, "everything": everything}, dry_run, yes)
 
 

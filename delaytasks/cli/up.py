@@ -172,7 +172,17 @@ def run_together(commands: Mapping[str, Sequence[str]], announce: Callable[[], N
     with signals_to(lambda number, _: signals.append(number), *numbers):
         try:
             for name, command in commands.items():
-                child = children[name] = _start(command)
+                child = children[name] = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                    # Ctrl-C in a terminal reaches only this process. The group of a child has its
+                    # pool too.
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                )
                 on_ready = announce if name == "worker" else None
                 reader = threading.Thread(target=_copy, args=(name, child, on_ready), daemon=True)
                 reader.start()
@@ -191,22 +201,7 @@ def run_together(commands: Mapping[str, Sequence[str]], announce: Callable[[], N
     return is_asked
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        # Ctrl-C in a terminal reaches only this process. The group of a child has its pool too.
-        start_new_session=True,
-        preexec_fn=die_with_parent,
-    )
-
-
-def _copy(
-    name: str, child: subprocess.Popen[bytes], on_ready: Callable[[], None] | None = None
-) -> None:
+def _copy(name: str, child: subprocess.Popen[bytes], on_ready: Callable[[], None] | None) -> None:
     """Print the lines of a process."""
     assert child.stdout is not None
     with child.stdout as lines:

@@ -85,15 +85,13 @@ def make_console(
             "several processes sign the sessions of the console: give make_console the "
             "secret_key of your application"
         )
-    app = Flask(__name__, static_folder="static", template_folder="templates")
+    app = Flask(__name__)
     app.secret_key = derived_key(secret_key) if secret_key else secrets.token_hex(32)
     app.config.update(
         SESSION_COOKIE_NAME="delaytasks_console",
-        SESSION_COOKIE_HTTPONLY=True,
         SESSION_COOKIE_SAMESITE="Lax",
         PERMANENT_SESSION_LIFETIME=SESSION_S,
         MAX_CONTENT_LENGTH=MOST_BYTES,
-        MAX_FORM_PARTS=1000,
     )
     app.jinja_env.trim_blocks = app.jinja_env.lstrip_blocks = True
     install_filters(app)
