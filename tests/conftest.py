@@ -153,12 +153,7 @@ def psycopg_url(services: Services) -> Iterator[str]:
     """A private database of this session on PostgreSQL, and its URL with psycopg 3."""
     pytest.importorskip("psycopg")
     for url in _own(_url(services, "postgresql"), "_psycopg"):
-        yield with_psycopg3(url)
-
-
-def with_psycopg3(url: str) -> str:
-    """Return the same PostgreSQL URL with the driver psycopg 3."""
-    return url.replace("+psycopg2:", "+psycopg:")
+        yield url.replace("+psycopg2:", "+psycopg:")
 
 
 @pytest.fixture(scope="session")

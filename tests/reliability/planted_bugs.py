@@ -63,6 +63,18 @@ def bug(verb: str, *found: str, on: str = "sqlite") -> Callable[[Callable[..., A
     return lambda change: _list(change.__name__, verb, change, *found, on=on)
 
 
+def ends(*found: str) -> Callable[[Callable[[Any], Any]], None]:
+    """List a bug that changes each settlement."""
+
+    def add(change: Callable[[Any], Any]) -> None:
+        def settle(real: Any, at: Any, settlements: Any, on: Any = None) -> Any:
+            return real(at, [*map(change, settlements)], on)
+
+        _list(change.__name__, "db.claims.Claims.settle", settle, *found)
+
+    return add
+
+
 #: Verbs that do nothing, and give the same answer to every caller.
 SAME_ANSWERS: list[Any] = [
     ("acknowledged_before_it_is_written", "db.statements.NewRows.insert", True, "lost"),
@@ -213,7 +225,7 @@ def a_task_whose_code_has_not_run_is_done(judge: Any, *args: Any) -> Any:
     return judge(*run, None if isinstance(value, Iterator) else value, error)
 
 
-@bug("run.celery_context.limited", "unit/time_limits ends_with")
+@bug("run.celery_context.limited", "unit/time_limits end_with")
 def time_limits_are_not_kept(_: Any, processor: Any, call: Any) -> Any:
     return call()
 
@@ -236,51 +248,36 @@ def ends_of_runs_are_not_written(settle: Any, at: Any, settlements: Any, on: Any
     return {one.task.id for one in settlements}
 
 
-@bug("db.claims.Claims.settle", "conformance/outcomes")
-def a_retry_is_a_failure(settle: Any, at: Any, settlements: Any, on: Any = None) -> Any:
-    ends = [
-        one._replace(move="fail") if one.move == "schedule_retry" else one for one in settlements
-    ]
-    return settle(at, ends, on)
+@ends("conformance/outcomes")
+def a_retry_is_a_failure(one: Any) -> Any:
+    return one._replace(move="fail") if one.move == "schedule_retry" else one
 
 
-@bug("db.claims.Claims.settle", "conformance/outcomes")
-def a_retry_is_at_once(settle: Any, at: Any, settlements: Any, on: Any = None) -> Any:
-    ends = [
-        one._replace(expected_time=one.task.expected_time) if one.move == "schedule_retry" else one
-        for one in settlements
-    ]
-    return settle(at, ends, on)
+@ends("conformance/outcomes")
+def a_retry_is_at_once(one: Any) -> Any:
+    is_retry = one.move == "schedule_retry"
+    return one._replace(expected_time=one.task.expected_time) if is_retry else one
+
+
+@ends("conformance/deferrals")
+def a_task_without_a_processor_fails(one: Any) -> Any:
+    return one._replace(move="fail") if one.due_time else one
+
+
+@ends("conformance/deferrals")
+def a_deferred_task_is_due_at_its_next_try(one: Any) -> Any:
+    return one._replace(due_time=None)
+
+
+@ends("unit/runner")
+def a_deferral_counts_from_the_creation(one: Any) -> Any:
+    age = one.task.due - one.task.create_time
+    return one._replace(expected_time=one.expected_time + age / 10) if one.due_time else one
 
 
 @bug("model.text.storable", "duplicated")
 def errors_are_stored_as_they_are(storable: Any, raw: str, *_: Any) -> str:
     return raw
-
-
-@bug("db.claims.Claims.settle", "conformance/deferrals")
-def a_task_without_a_processor_fails(settle: Any, at: Any, settlements: Any, on: Any = None) -> Any:
-    return settle(
-        at, [one._replace(move="fail") if one.due_time else one for one in settlements], on
-    )
-
-
-@bug("db.claims.Claims.settle", "conformance/deferrals")
-def a_deferred_task_is_due_at_its_next_try(
-    settle: Any, at: Any, settlements: Any, on: Any = None
-) -> Any:
-    return settle(at, [one._replace(due_time=None) for one in settlements], on)
-
-
-@bug("db.claims.Claims.settle", "unit/runner")
-def a_deferral_counts_from_the_creation(
-    settle: Any, at: Any, settlements: Any, on: Any = None
-) -> Any:
-    def later(one: Any) -> Any:
-        age = one.task.due - one.task.create_time
-        return one._replace(expected_time=one.expected_time + age / 10) if one.due_time else one
-
-    return settle(at, [*map(later, settlements)], on)
 
 
 @bug("db.claims.Claims.settle", "unit/runner")

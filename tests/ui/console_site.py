@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from celery import Celery
@@ -234,9 +233,9 @@ def write_counts(delays: DelayTasks, tag: str, ago: timedelta, counts: RunCounts
 
 
 @contextmanager
-def healthy_site(folder: Path, **settings: Any) -> Iterator[Site]:
+def healthy_site(url: str, **settings: Any) -> Iterator[Site]:
     """Yield a site with one worker, whose tables were just swept, and in which nothing is wrong."""
-    site = Site(make_delays(f"sqlite:///{folder / 'healthy.sqlite3'}", **settings))
+    site = Site(make_delays(url, **settings))
     runtime = runtime_of(site.delays)
     runtime.store.workers.report("celery@a", ["default"], "prefork", 1, 0)
     runtime.sweeper.sweep(0)

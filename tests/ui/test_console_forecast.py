@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -23,9 +22,9 @@ FITTING, PEAK = 600, 3000
 
 
 @pytest.fixture
-def peak(tmp_path: Path) -> Iterator[Site]:
+def peak(sqlite_path: Callable[..., str]) -> Iterator[Site]:
     """A deployment without workers, in which many tasks become due at the same time."""
-    site = Site(make_delays(f"sqlite:///{tmp_path / 'peak.sqlite3'}"))
+    site = Site(make_delays(sqlite_path()))
     schedule_peak(site, FITTING)
     yield site
     site.delays.close()
@@ -80,21 +79,17 @@ def test_a_wrong_question_is_explained(site: Site, query: str) -> None:
 
 
 @pytest.fixture
-def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def quiet(sqlite_path: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A deployment with one process, in which nothing is wrong."""
     monkeypatch.setattr(forecast, "ASSUMED_DURATION_S", 2.0)
     monkeypatch.setattr(serving, "PATIENCE_S", 60.0)
-    with healthy_site(tmp_path) as site:
+    with healthy_site(sqlite_path()) as site:
         yield site
 
 
 def schedule_peak(site: Site, tasks: int = PEAK) -> None:
     at = runtime_of(site.delays).clock.now().replace(microsecond=0) + timedelta(days=2)
     site.delays.schedule_many(NewTask("newsletter.send", {"to": n}, at=at) for n in range(tasks))
-
-
-def problems(text: str) -> list[str]:
-    return re.findall(r'<li class="warn">.*?</li>', text, re.DOTALL)
 
 
 def test_a_peak_ahead_is_named_with_a_link_to_its_forecast(quiet: Site) -> None:
@@ -106,7 +101,7 @@ def test_a_peak_ahead_is_named_with_a_link_to_its_forecast(quiet: Site) -> None:
     quiet.delays.schedule_delay("feed.read", {}, timedelta(days=4), queue="feeds")
     text = quiet.client(Role.VIEW).get("/").text
     assert heading(text) == "! On time, but a peak ahead will start late."
-    [problem] = problems(text)
+    [problem] = re.findall(r'<li class="warn">.*?</li>', text, re.DOTALL)
     sentences = (
         r"A peak is ahead\. From \w+ \w+ \d+, \d\d:00 UTC: 3,000 tasks of newsletter\.send keep "
         r"1 process busy for 1h40m\. 2 processes would run them within the hour\."

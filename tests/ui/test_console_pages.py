@@ -13,6 +13,7 @@ import pytest
 from delaytasks.console import pages
 from delaytasks.console.pages import SEARCH_S
 from delaytasks.console.viewers import Role
+from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import UTC
 from delaytasks.model.text import installed_version
@@ -56,6 +57,10 @@ def test_all_pages_work_on_each_database(database_url: str) -> None:
     assert heading(text) == "! On time, but 14 tasks failed."
     assert re.search(r"9 tasks of report\.build have failed since .*no template", text)
     assert "The tag mail.send is paused by maria" in text
+    text = client.get("/workers").text
+    assert re.findall(r'data-label="Busy" class="num">([^<]*)<', text) == ["1 of 8", "2 of 8"]
+    assert re.findall(r'data-label="Version">([^<]*)<', text) == [installed_version()] * 2
+    assert "Stop or restart a worker where it runs" in text
     store = runtime_of(site.delays).store
     store.schema.metadata.drop_all(store.database.tx)
     site.delays.close()
@@ -124,6 +129,13 @@ def test_times_reasons_and_charts_are_in_the_zone_of_the_viewer(own_site: Site) 
     failed = delays.find(status="FAILED", tag="report.build").tasks[0]
     until = datetime(2030, 1, 31, 18, tzinfo=UTC)
     delays.bulk.cancel(tag="order.close", until=until)
+    since, times = (
+        r"the server of its timer since .*?(\d\d):\d\d {} \(2h\)",
+        ServiceTimes(None, 7200),
+    )
+    workers = runtime_of(delays).store.workers
+    workers.report("celery@a", ["default"], "prefork", 2, 0, services=times)
+    [utc] = re.findall(since.format("UTC"), client.get("/").text)
     at = failed.update_time
     assert at is not None
     page = client.get(f"/tasks/{failed.id}").text
@@ -133,6 +145,8 @@ def test_times_reasons_and_charts_are_in_the_zone_of_the_viewer(own_site: Site) 
     post(client, "/preferences", zone="Asia/Tokyo")
     post(client, "/preferences", zone="Nowhere/At_All")
     assert "times are in Asia/Tokyo" in client.get("/").text
+    [jst] = re.findall(since.format("JST"), client.get("/").text)
+    assert (int(utc) + 9) % 24 == int(jst)
     local = at + timedelta(hours=9)
     page = client.get(f"/tasks/{failed.id}").text
     assert f"It failed at {local:%Y-%m-%d %H:%M:%S} JST: " in page
@@ -184,13 +198,6 @@ def test_the_timeline_ends_with_what_happened_last_or_comes_next(own_site: Site)
         shown = [re.sub("<[^>]*>", " ", f"{kind}: {words}") for kind, words in found]
         *_, end = (" ".join(each.split()) for each in shown)
         assert re.match(event, end), end
-
-
-def test_the_page_of_workers_shows_their_load_and_their_version(site: Site) -> None:
-    text = site.client().get("/workers").text
-    assert re.findall(r'data-label="Busy" class="num">([^<]*)<', text) == ["1 of 8", "2 of 8"]
-    assert re.findall(r'data-label="Version">([^<]*)<', text) == [installed_version()] * 2
-    assert "Stop or restart a worker where it runs" in text
 
 
 # -- actions --------------------------------------------------------------------------------------

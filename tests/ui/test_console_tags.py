@@ -171,12 +171,7 @@ def test_tags_of_other_pages_lead_to_the_page_of_the_tag(site: Site, path: str) 
 # -- The tags and queues that the fields of the console suggest -----------------------------------
 
 
-def add_worker(site: Site, *tags: str) -> None:
-    workers = runtime_of(site.delays).store.workers
-    workers.report("celery@shop-3", ["default"], "prefork", 8, 0, tags)
-
-
-def suggested(client: FlaskClient, path: str, field: str, form: str = "") -> list[str]:
+def suggested(client: FlaskClient, path: str, field: str) -> list[str]:
     """Return what a browser suggests for the last field of this name."""
     text: str = client.get(path).text
     found = re.findall(rf'<input name="{field}"[^>]* list="([^"]+)"', text)
@@ -187,7 +182,8 @@ def suggested(client: FlaskClient, path: str, field: str, form: str = "") -> lis
 def test_tags_of_workers_policies_and_statistics_are_suggested(
     own_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_worker(own_site, "of.a.worker")
+    workers = runtime_of(own_site.delays).store.workers
+    workers.report("celery@shop-3", ["default"], "prefork", 8, 0, ["of.a.worker"])
     write_runs(own_site.delays, "of.statistics", timedelta(minutes=2), 1)
     own_site.delays.policies.pause(tag="of.a.policy")
     client, others = own_site.client(Role.ADMIN), ["mail.send", "order.close", "pay.notify"]

@@ -6,11 +6,9 @@ import html
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
-from flask.testing import FlaskClient
 
 from delaytasks import NewTask, Status
 from delaytasks.cli.status import read_deployment
@@ -24,7 +22,7 @@ from delaytasks.operate.health import Verdict, verdict_of
 from delaytasks.operate.statistics import StatisticsWriter
 from delaytasks.runtime import runtime_of
 from tests.ui.chromium import MODES, watched
-from tests.ui.console_site import Site, healthy_site, make_delays, post, served
+from tests.ui.console_site import Site, healthy_site, served
 from tests.ui.test_console_in_a_browser import check_page
 from tests.ui.test_console_pages import heading
 from tests.world import status_columns
@@ -33,9 +31,9 @@ from tests.world.recording import runner_of, set_columns
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(sqlite_path: Callable[..., str]) -> Iterator[Site]:
     """A deployment with one worker, in which nothing is wrong."""
-    with healthy_site(tmp_path) as site:
+    with healthy_site(sqlite_path()) as site:
         yield site
 
 
@@ -121,6 +119,7 @@ FAULTS: list[tuple[Callable[[Site], None], str, str, str]] = [
      "On time.", rf"The worker celery@alone has not reached its broker since {CLOCK} \(3m2\ds\).*"),
     (lambda site: report(site, beat_s=90), "warning", "On time.",
      rf"No message of beat has arrived since {CLOCK} \(1m3\ds\)\..*"),
+    (stop, "good", "Idle. No worker is alive, and no task waits.", ""),
     (stop_at_work, "bad", "Stopped. No worker is alive.",
      r"No worker is alive, and 1 task is waiting and 2 tasks are running\. Start a worker\."),
     (lose, "note", "On time.", rf"Worker w1@host was lost at {CLOCK}\. {LOST}"),
@@ -139,15 +138,8 @@ def test_each_fault_has_a_headline_and_a_sentence(
     assert (verdict.level, re.sub(r"7m1\ds", "7m10s", verdict.headline)) == (level, headline)
     found = sentences(page(site))
     assert len(found) == len(verdict.problems)
-    assert any(re.fullmatch(sentence, each) for each in found), found
+    assert any(re.fullmatch(sentence, each) for each in found or [""]), found
     assert "server of its timer" not in str(found), "three seconds are not worth a sentence"
-
-
-def test_without_workers_and_tasks_a_deployment_is_idle(site: Site) -> None:
-    stop(site)
-    verdict = judge(site)
-    headline = "Idle. No worker is alive, and no task waits."
-    assert (verdict.headline, verdict.problems) == (headline, [])
 
 
 def test_a_lost_worker_is_on_the_pages_until_it_reports_again(site: Site) -> None:
@@ -184,17 +176,6 @@ def test_the_broker_has_not_answered_since_the_workers_lost_it(
         r"tasks start a few seconds late: OperationalError: refused",
         sentence,
     )
-
-
-def test_since_when_is_in_the_zone_of_the_viewer(site: Site) -> None:
-    report(site, timer_down_s=7200)
-    client, since = site.client(), r"the server of its timer since .*?(\d\d):\d\d {} \(2h\)"
-    utc = re.search(since.format("UTC"), client.get("/").text)
-    post(client, "/preferences", zone="Asia/Tokyo")
-    jst = re.search(since.format("JST"), client.get("/").text)
-    assert utc is not None
-    assert jst is not None
-    assert (int(utc[1]) + 9) % 24 == int(jst[1])
 
 
 # -- how many -------------------------------------------------------------------------------------
@@ -295,49 +276,36 @@ def test_the_links_have_short_names_and_their_sentences_as_descriptions(
 # -- Failures that are not among the FAILED tasks that are read, and lost workers -----------------
 
 
-class FailingShop:
-    """A console, and a worker that runs what is due and writes its statistics."""
-
-    def __init__(self, url: str) -> None:
-        self.site = Site(make_delays(url, table_prefix="failing_"))
-        self.delays, wiring = self.site.delays, runtime_of(self.site.delays)
-        self.store = wiring.store
-        self.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["pay.notify"])
-        wiring.sweeper.sweep(0)
-
-    def run(self, tag: str, number: int, **options: Any) -> None:
-        """Run new tasks of a tag until all of them have failed once."""
-        body = {"port": 443, "order": 7}
-        self.delays.schedule_many(NewTask(tag, body, delay=0, **options) for _ in range(number))
-        runner, writer = runner_of(self.delays), StatisticsWriter(runtime_of(self.delays))
-        while (report := runner.run_due("default", range(10), limit=100)).ran:
-            writer.add(report.statistics)
-        writer.write()
-
-    def verdict(self) -> Verdict:
-        return verdict_of(read_deployment(self.delays))
-
-    def page(self, path: str) -> str:
-        self.site.forget()
-        client: FlaskClient = self.site.client()
-        answer = client.get(path)
-        assert answer.status_code == 200
-        return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", answer.text)))
-
-    def group_page(self, tag: str) -> str:
-        [name] = [g.name for g in read_deployment(self.delays).groups if g.tag == tag]
-        return self.page(f"/failures/{name}")
-
-    def close(self) -> None:
-        self.store.schema.metadata.drop_all(self.store.database.tx)
-        self.site.close()
-
-
 @pytest.fixture
-def shop(database_url: str) -> Iterator[FailingShop]:
-    made = FailingShop(database_url)
-    yield made
-    made.close()
+def shop(database_url: str) -> Iterator[Site]:
+    """A console on each database, whose worker runs what is due and writes its statistics."""
+    with healthy_site(database_url, table_prefix="failing_") as site:
+        yield site
+        store = runtime_of(site.delays).store
+        store.schema.metadata.drop_all(store.database.tx)
+
+
+def run(site: Site, tag: str, number: int, **options: Any) -> None:
+    """Run new tasks of a tag until all of them have failed once."""
+    body = {"port": 443, "order": 7}
+    site.delays.schedule_many(NewTask(tag, body, delay=0, **options) for _ in range(number))
+    runner, writer = runner_of(site.delays), StatisticsWriter(runtime_of(site.delays))
+    while (report := runner.run_due("default", range(10), limit=100)).ran:
+        writer.add(report.statistics)
+    writer.write()
+
+
+def words_of(site: Site, path: str = "/") -> str:
+    """Return the text of a page."""
+    site.forget()
+    answer = site.client().get(path)
+    assert answer.status_code == 200
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", answer.text)))
+
+
+def words_of_group(site: Site, tag: str) -> str:
+    [name] = [group.name for group in read_deployment(site.delays).groups if group.tag == tag]
+    return words_of(site, f"/failures/{name}")
 
 
 def texts(verdict: Verdict) -> str:
@@ -348,38 +316,38 @@ def texts(verdict: Verdict) -> str:
 
 
 def test_failures_beyond_those_that_are_read_are_counted_and_named(
-    shop: FailingShop, monkeypatch: pytest.MonkeyPatch
+    shop: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are four failures of one tag, and then 30 of another one, of which 20 are read."""
     monkeypatch.setattr(searches, "MOST_FAILED", 20)
-    shop.run("pay.notify", 4)
-    shop.run("report.build", 30)
-    verdict = shop.verdict()
+    run(shop, "pay.notify", 4)
+    run(shop, "report.build", 30)
+    verdict = judge(shop)
     assert verdict.headline == "On time, but 34 tasks failed.", "the number of all failed tasks"
     said = texts(verdict)
     lower_bound = rf"(?m)^bad: At least 20 tasks of report\.build have failed since {CLOCK}"
     assert re.search(lower_bound, said)
-    page = shop.group_page("report.build")
+    page = words_of_group(shop, "report.build")
     assert "20 or more failed report.build" in page
     assert "30 runs failed" in page
     # None of the tasks of this group was read.
     assert re.search(rf"(?m)^bad: 4 runs of pay\.notify have failed since {CLOCK}: Conn", said)
-    assert "4 runs pay.notify" in shop.page("/")
-    assert re.search(r"1 or more 4 pay\.notify", shop.page("/failures"))
-    page = shop.group_page("pay.notify")
+    assert "4 runs pay.notify" in words_of(shop)
+    assert re.search(r"1 or more 4 pay\.notify", words_of(shop, "/failures"))
+    page = words_of_group(shop, "pay.notify")
     assert "1 or more failed pay.notify" in page
     assert "Run all again" in page
     # The first failure counts, and not the first one that was read.
-    set_columns(shop.store, "tasks", update_time=db_now_plus(3600))
+    set_columns(runtime_of(shop.delays).store, "tasks", update_time=db_now_plus(3600))
     [group] = [g for g in read_deployment(shop.delays).groups if g.tag == "report.build"]
     assert group.sample.update_time is not None
     assert (group.sample.update_time - group.first_at).total_seconds() > 1800
 
 
-def test_the_last_tasks_are_found_by_their_ids(shop: FailingShop) -> None:
-    shop.run("pay.notify", 3, retries="1h")
+def test_the_last_tasks_are_found_by_their_ids(shop: Site) -> None:
+    run(shop, "pay.notify", 3, retries="1h")
     shop.delays.schedule_many(NewTask("order.close", {}, delay=60) for _ in range(2000))
-    store = shop.store
+    store = runtime_of(shop.delays).store
     ids = [task.id for task in shop.delays.find(tag="pay.notify")]
     found: list[Any] = []
     shown = plans(store, lambda: found.extend(searches.tasks_of_ids(store, ids)))
@@ -390,9 +358,9 @@ def test_the_last_tasks_are_found_by_their_ids(shop: FailingShop) -> None:
 # -- tasks that are retried -----------------------------------------------------------------------
 
 
-def test_a_tag_whose_runs_all_fail_and_are_retried_is_a_warning(shop: FailingShop) -> None:
-    shop.run("pay.notify", 50, retries="1h 2h")
-    verdict = shop.verdict()
+def test_a_tag_whose_runs_all_fail_and_are_retried_is_a_warning(shop: Site) -> None:
+    run(shop, "pay.notify", 50, retries="1h 2h")
+    verdict = judge(shop)
     assert verdict.level == "warning"
     assert verdict.headline == "On time, but 50 runs have failed and will be retried."
     [problem] = verdict.problems
@@ -401,42 +369,43 @@ def test_a_tag_whose_runs_all_fail_and_are_retried_is_a_warning(shop: FailingSho
         r"ConnectionError: .* timed out",
         problem.text,
     )
-    page = shop.page("/")
+    page = words_of(shop)
     assert problem.text in page
     assert "no task has the status FAILED" not in page
     assert "50 runs pay.notify" in page
-    listed = shop.page("/failures")
+    listed = words_of(shop, "/failures")
     assert "0 50 pay.notify" in listed
     assert "Cancel retries" in listed
     assert "Run again" not in listed
-    page = shop.group_page("pay.notify")
+    page = words_of_group(shop, "pay.notify")
     assert "50 failed runs pay.notify" in page
     assert "Cancel their retries" in page
     assert "Run all again" not in page
     assert page.count("waiting pay.notify") == 50, "the table has the tasks that wait"
     # Repaired failures are no problem.
     shop.delays.bulk.cancel(tag="pay.notify")
-    verdict = shop.verdict()
+    verdict = judge(shop)
     assert (verdict.level, verdict.problems) == ("good", [])
-    assert "no task has the status FAILED" in shop.page("/")
-    assert "No task is failed, and no failed run waits" in shop.page("/failures")
+    assert "no task has the status FAILED" in words_of(shop)
+    assert "No task is failed, and no failed run waits" in words_of(shop, "/failures")
 
 
-def test_a_few_retried_failures_are_a_note_and_failed_tasks_are_not(shop: FailingShop) -> None:
-    shop.run("order.close", 200)
-    shop.run("pay.notify", 3, retries="1h")
-    verdict = shop.verdict()
+def test_a_few_retried_failures_are_a_note_and_failed_tasks_are_not(shop: Site) -> None:
+    run(shop, "order.close", 200)
+    run(shop, "pay.notify", 3, retries="1h")
+    verdict = judge(shop)
     assert (verdict.level, verdict.headline) == ("note", "On time.")
     assert texts(verdict).startswith("note: 3 runs of pay.notify have failed since")
-    shop.run("pay.notify", 2)
-    verdict = shop.verdict()
+    run(shop, "pay.notify", 2)
+    verdict = judge(shop)
     assert verdict.headline == "On time, but 2 tasks failed."
     [problem] = verdict.problems
     assert problem.text.startswith("2 tasks of pay.notify have failed since")
-    assert "2 5 pay.notify" in shop.page("/failures")
+    assert "2 5 pay.notify" in words_of(shop, "/failures")
 
 
-def test_old_failures_that_wait_for_a_retry_are_no_problem(shop: FailingShop) -> None:
-    shop.run("pay.notify", 50, retries="1d")
-    set_columns(shop.store, "statistics", start=hour_of(shop.store.tasks.now()) - 3 * AN_HOUR)
-    assert shop.verdict().problems == []
+def test_old_failures_that_wait_for_a_retry_are_no_problem(shop: Site) -> None:
+    run(shop, "pay.notify", 50, retries="1d")
+    store = runtime_of(shop.delays).store
+    set_columns(store, "statistics", start=hour_of(store.tasks.now()) - 3 * AN_HOUR)
+    assert judge(shop).problems == []

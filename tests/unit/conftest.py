@@ -23,13 +23,10 @@ def session_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture
-def time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ManualTime:
-    """The clock of the modules in the list `CLOCKED` of the suite, or of all, which a test sets."""
+def time(monkeypatch: pytest.MonkeyPatch) -> ManualTime:
+    """The clock of all modules, which a test sets."""
     time = ManualTime()
-    for module in getattr(request.module, "CLOCKED", ()):
-        monkeypatch.setattr(module, "monotonic", time)
-    if not hasattr(request.module, "CLOCKED"):
-        time.replace(monkeypatch)
+    time.replace(monkeypatch)
     return time
 
 

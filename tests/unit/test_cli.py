@@ -23,6 +23,7 @@ from delaytasks.cli import context, output, up
 from delaytasks.cli.main import delays, main
 from delaytasks.model import errors
 from delaytasks.model.text import TABLES_REMEDY
+from tests.doc_commands import check_ours
 from tests.waiting import wait_until
 from tests.world import MonkeyPatch
 
@@ -71,25 +72,18 @@ def examples(command: click.Command) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("path", COMMANDS)
-def test_each_help_explains_its_options_and_has_valid_examples(
-    path: str, monkeypatch: MonkeyPatch, tmp_path: Path
-) -> None:
-    command, called = COMMANDS[path], list[str]()
+def test_each_help_explains_its_options_and_has_valid_examples(path: str) -> None:
+    command = COMMANDS[path]
     shown = CliRunner().invoke(main, [*path.split(), "--help"])
     assert shown.exit_code == 0
     for text in (f"\n  delaytasks {path}", "Exit codes: 0", "--json"):
         assert path == "up" or text in shown.output
     options = [each for each in command.params if isinstance(each, click.Option)]
     assert [option.opts for option in options if not option.help] == []
-    monkeypatch.setattr(command, "callback", lambda **_: called.append(path))
-    runtime = SimpleNamespace(clock=SimpleNamespace(now=lambda: NOON))
-    monkeypatch.setattr(context.Cli, "delays", SimpleNamespace(_runtime=runtime))
-    monkeypatch.chdir(tmp_path)
     for program, *words in (found := examples(command)):
         if program == "celery":
             words = words[words.index("delays") + 1 :]
-        result = CliRunner().invoke(main, words)
-        assert called.pop() == path, f"{shlex.join(words)}\n{result.output}\n{result.exception}"
+        assert check_ours(words, shlex.join(words)) is command
     assert found
 
 
@@ -116,14 +110,6 @@ def test_commands_options_and_values_are_completed() -> None:
 
 
 # -- errors ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name in vars(errors) if name.endswith("Error")])
-def test_errors_of_the_caller_exit_with_2_and_all_others_with_1(name: str) -> None:
-    kind: Any = getattr(errors, name)
-    is_callers = issubclass(kind, (errors.InvalidInputError, errors.ConfigError))
-    error = kind("no", "tag") if issubclass(kind, errors.InvalidInputError) else kind("no")
-    assert output.Failure(error, is_json=False).exit_code == (2 if is_callers else 1)
 
 
 def failing(error: Exception, *words: str, **options: Any) -> Any:

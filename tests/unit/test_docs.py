@@ -1,4 +1,18 @@
-"""The documentation agrees with the code: settings, metrics, errors, files and commands."""
+"""The documentation agrees with the code: settings, metrics, errors, files, commands and code.
+
+Each block of code runs, or says why it does not:
+
+| before a block | meaning |
+|---|---|
+| `<!-- runs -->` | Python that `tests/doc_runner.py` executes, or a diff, as it is afterwards |
+| `<!-- setup` … `-->` | code that a reader already has, or a check; executed with the blocks |
+| `<!-- runs in tests/… -->` | the named test takes the block from the page |
+| `<!-- not run: … -->` | the reason |
+
+`<!-- files: tests/… -->` names the test that writes all blocks of a page whose first line names a
+file, and runs the commands of the page. Of the commands of other pages, the options and values are
+checked.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +31,14 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 from freezegun import freeze_time
 from sqlalchemy import text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
 from delaytasks import Status
-from delaytasks.cli.main import main
+from delaytasks.cli.main import delays, main
 from delaytasks.db.schema import Schema
 from delaytasks.events import _LOG_LEVELS as LEVELS
 from delaytasks.events import Events
@@ -40,8 +55,8 @@ from delaytasks.worker.quick_loops import PROCESS_CHECK_S
 from delaytasks.worker.sweep import STALE_CHECK_S
 from tests.conformance.test_connections import ROUND_TRIPS
 from tests.conftest import new_world
-from tests.doc_commands import check_command, command_lines, extras, runs_here
-from tests.doc_pages import NAMES, ROOT, SHELLS, block_beginning, blocks, environment
+from tests.doc_commands import check_command, command_lines, extras
+from tests.doc_pages import NAMES, ROOT, SHELLS, block_beginning, blocks, environment, files_test
 from tests.unit.test_cli import commands
 from tests.world import MOVES, World
 
@@ -259,17 +274,11 @@ def test_the_extras_and_columns_in_the_docs_are_those_of_the_package() -> None:
     assert sorted(columns) == sorted(column.name for column in Schema().tasks.columns)
 
 
-def test_the_documented_values_to_watch_exist(tmp_path: Path) -> None:
+def test_the_documented_values_to_watch_exist(world: World) -> None:
     shown = cells(page("monitor").partition("## What to watch")[2].partition("\n## ")[0])
-    program = (
-        "from delaytasks import current_delays; from delaytasks.cli.main import main; "
-        "from delaytasks.db import migrations; from delaytasks.runtime import runtime_of; "
-        "migrations.upgrade(runtime_of(current_delays()).store.database); "
-        "runtime_of(current_delays()).store.workers.report('w', [], 'prefork', 1, 0); "
-        "main(['status', '--json'])"
-    )
-    command = [sys.executable, "-c", program]
-    found = json.loads(subprocess.check_output(command, cwd=tmp_path, env=environment(tmp_path)))
+    world.serve("w1", "default")
+    app = SimpleNamespace(app=world.runtime.celery, no_color=True)
+    found = json.loads(CliRunner().invoke(delays, ["status", "--json"], obj=app).stdout)
     assert shown, "the table is there"
     for path in shown:
         value: Any = found
@@ -341,30 +350,41 @@ def test_a_failed_assertion_has_the_text_in_the_documentation(world: World) -> N
     assert f"AssertionError: {raised.value}\n" == documented
 
 
-# -- the commands in the documentation run, and the other commands have known options -------------
+# -- blocks of code -------------------------------------------------------------------------------
 
 
-WITH_COMMANDS = [n for n in NAMES if any(runs_here(ROOT / n, each) for each in blocks(ROOT / n))]
+@pytest.mark.parametrize("name", NAMES)
+def test_each_block_runs_or_states_why_it_does_not(name: str) -> None:
+    page = ROOT / name
+    silent = [
+        f"{name}:{block.line}"
+        for block in blocks(page)
+        if not block.runs
+        and block.language not in SHELLS
+        and block.test is None
+        and not block.before.startswith("<!-- not run: ")
+        and not (block.file and files_test(page))
+    ]
+    assert silent == []
+    for test in ({block.test for block in blocks(page)} | {files_test(page)}) - {None}:
+        assert page.name in (ROOT / str(test)).read_text(), f"{test} does not read the page"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_COMMANDS)
-def test_the_commands_of_a_page_run(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.doc_commands", str(ROOT / name)]
-    env = {**environment(tmp_path), "HOME": str(tmp_path)}
-    options: Any = {"cwd": tmp_path, "env": env, "timeout": 180}
-    done = subprocess.run(command, capture_output=True, text=True, **options)
+@pytest.mark.parametrize("name", [n for n in NAMES if any(b.runs for b in blocks(ROOT / n))])
+def test_the_blocks_of_a_page_that_are_marked_to_run_succeed(name: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "tests.doc_runner", str(ROOT / name)]
+    env = environment(tmp_path)
+    done = subprocess.run(words, cwd=tmp_path, env=env, timeout=60, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_command_shown_exists_with_its_options(name: str) -> None:
+def test_each_command_shown_exists_with_its_options_and_values(name: str) -> None:
     for block in blocks(ROOT / name):
         if block.language in SHELLS and not block.before.startswith("<!-- not run: "):
             for line in command_lines(block):
-                words = shlex.split(line, comments=True)
-                if "delays" in words or words[:1] in (["celery"], ["delaytasks"]):
-                    check_command(words, f"{name}: {line}")
+                check_command(shlex.split(line.partition(" > ")[0], comments=True), line)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry
 from delaytasks import StoreUnavailableError
 from delaytasks.events import Events
 from delaytasks.operate import metrics as prometheus
-from delaytasks.operate import serving
 from delaytasks.operate.metrics import FAULT_EVENTS, REST_S, DatabaseMetrics, MetricsEndpoint
 from delaytasks.operate.monitoring import read_file
 from delaytasks.operate.serving import SharedCache
@@ -67,7 +66,6 @@ def test_the_dashboard_shows_the_fault_events_whose_counters_begin_at_zero() -> 
 # -- how long values are kept that all viewers share -----------------------------------------------
 
 
-CLOCKED = [serving]
 KEPT = [(0.1, False, 4), (0.5, False, 10), (30, False, 60), (30, True, 4)]
 
 

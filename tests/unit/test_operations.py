@@ -12,8 +12,7 @@ from delaytasks import InvalidInputError
 from delaytasks.cli.main import main
 from delaytasks.http_api.routes import ROUTES
 from delaytasks.model.clock import UTC
-from delaytasks.operate import operations
-from delaytasks.operate.operations import OPERATIONS, Kind, Parameter
+from delaytasks.operate.operations import OPERATIONS, Parameter
 from tests.unit.test_cli import commands
 
 PARAMETERS = [
@@ -34,15 +33,6 @@ def test_each_operation_is_a_command_or_a_route() -> None:
 def test_each_parameter_is_explained_and_has_a_valid_schema(parameter: Parameter) -> None:
     assert parameter.help.endswith((".", "]"))
     Draft202012Validator.check_schema(parameter.schema)
-
-
-@pytest.mark.parametrize("name", "DURATION SHIFT INSTANT END LIMIT PAIR PAIRS".split())
-def test_a_wrong_value_is_refused_with_the_name_of_its_parameter(name: str) -> None:
-    kind: Kind = getattr(operations, name)
-    for typed in ("", "soon\0", "2030-01-01T00:00"):
-        with pytest.raises(InvalidInputError) as caught:
-            kind.parse(typed, "mine")
-        assert caught.value.argument == "mine"
 
 
 def test_the_fields_of_a_form_become_arguments() -> None:

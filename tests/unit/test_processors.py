@@ -350,11 +350,7 @@ def test_a_tag_uses_its_queue_or_the_best_pattern(make_world: MakeWorld) -> None
     patterns = {"a.*": "x", "*.b": "y"}
     for queues, queue in ((patterns, "x"), (dict(reversed(patterns.items())), "y")):
         assert make_world(queues=queues).schedule("a.b").queue == queue
-
-
-def test_a_call_overrides_a_processor_and_a_processor_the_mapping(make_world: MakeWorld) -> None:
-    world = make_world(queues={"mail.*": "mail", "mail.send": "sending"})
-    assert world.schedule("mail.send").queue == "sending"
+    # A call overrides a processor, and a processor the mapping.
     world.delays.processor("mail.send", queue="own")(world.notes.append)
     assert world.schedule("mail.send").queue == "own"
     assert world.schedule("mail.send", queue="asked").queue == "asked"

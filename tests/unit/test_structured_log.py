@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask
-from delaytasks import events as events_module
-from delaytasks.events import MOST_SUBJECTS, QUIET_S, Events, Repeats
+from delaytasks.events import MOST_SUBJECTS, QUIET_S, Events
 from delaytasks.logging import LogFormatter, log_structured
 from tests.world.recording import ManualTime
 
-CLOCKED = [events_module]
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
 META = '{"tenant":"acme"}'
 TASK = DelayedTask(7, "mail", "{}", NOON, key="k 1", runs=2, version=5, meta_json=META)
@@ -63,11 +61,13 @@ class Log:
 
     def __init__(self, time: ManualTime) -> None:
         self.time, self.lines = time, list[tuple[str, dict[str, Any]]]()
-        self._repeats = Repeats(lambda name, fields: self.lines.append((name, fields)))
+        self.events, self.told = Events(), list[str]()
+        self.events.subscribe(lambda name, fields: self.told.append(name))
+        self.events.use_log(lambda name, fields: self.lines.append((name, {**fields})))
 
     def tell(self, tag: str, times: int = 1, name: str = "task.no_processor") -> None:
         for number in range(times):
-            self._repeats(name, {"id": number, "tag": tag})
+            self.events.emit(name, id=number, tag=tag)
 
 
 @pytest.fixture
@@ -86,6 +86,8 @@ def test_a_tag_is_logged_once_a_minute_with_a_count_and_failures_one_by_one(log:
         del log.lines[1]
     log.tell("mail", 50, name="task.failed")
     assert len(log.lines) == 51
+    assert log.events.counts == {"task.no_processor": 1007, "task.failed": 50}
+    assert len(log.told) == 1057
 
 
 def test_a_bounded_number_of_tags_is_counted_separately(log: Log) -> None:
@@ -95,14 +97,3 @@ def test_a_bounded_number_of_tags_is_counted_separately(log: Log) -> None:
     log.time.at += QUIET_S
     log.tell("new")
     assert log.lines[-1][1] == {"id": 0, "tag": "new"}, "a new minute has room for new tags"
-
-
-def test_subscribers_and_counters_get_every_event(caplog: pytest.LogCaptureFixture) -> None:
-    events, told = Events(), []
-    events.subscribe(lambda name, fields: told.append(fields["id"]))
-    with caplog.at_level(logging.WARNING, "delaytasks"):
-        for number in range(100):
-            events.emit("task.no_processor", id=number, tag="mail", next_try_s=5)
-    assert told == list(range(100))
-    assert events.counts["task.no_processor"] == 100
-    assert len([record for record in caplog.records if "no_processor" in record.getMessage()]) == 1

@@ -51,12 +51,6 @@ def at(instant: datetime) -> str:
     return instant.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def swept(world: World, ago_s: float) -> None:
-    with world.begin() as connection:
-        old = ago(world, seconds=ago_s)
-        connection.execute(world.table("sweeps").update().values(swept_at=old))
-
-
 CASES: dict[str, Callable[[World], DelayedTask]] = {
     "due": put,
     "held": lambda w: put(w, Status.HELD),
@@ -75,9 +69,9 @@ def test_the_facts_decide_about_the_reason(world: World) -> None:
 
 def test_a_sweep_that_is_late_is_the_reason_of_overdue_tasks_only(world: World) -> None:
     late, new = put(world, expected_time=ago(world, minutes=1)), put(world)
-    swept(world, 3)
+    world.set_columns("sweeps", swept_at=ago(world, seconds=3))
     assert [codes(world, task) for task in (late, new)] == [["due"], ["due"]]
-    swept(world, 60)
+    world.set_columns("sweeps", swept_at=ago(world, minutes=1))
     says(world, late, "no_sweep", "the last was 1m")
     assert codes(world, new) == ["due"]
 
