@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from celery.concurrency import solo
 
+from delaytasks.limits import tracked_waitlists
+from delaytasks.model.policies import WAITLIST_RECHECK_S
 from tests.waiting import wait_until
 from tests.world import Entry, FailureReason, MainProcess, MakeWorld, Report, WaitlistState, World
 from tests.world.recording import ManualClock, ManualTime
@@ -306,6 +308,52 @@ def test_rows_that_outlive_their_chunk_are_known_until_a_report_or_a_death(main:
 
 
 # -- waitlists ------------------------------------------------------------------------------------
+
+
+def test_a_full_waitlist_is_checked_again_later(make_main: MakeMain) -> None:
+    main, reports = make_main(1), partial(WaitlistState, "default", "note")
+
+    def check_s() -> float:
+        """Return after how many seconds the process is sent to the waitlist."""
+        began = main.time.at
+        while not main.requests and main.time.at < began + 5:
+            main.pump_later(0.002)
+        return round(main.time.at - began, 2)
+
+    for start, recheck_s in ((1, WAITLIST_RECHECK_S), (2, 2 * WAITLIST_RECHECK_S)):
+        main.take(1, start)
+        main.end(waitlists=(reports(0, recheck_s),))
+    assert check_s() == WAITLIST_RECHECK_S, "the second one adds nothing"
+    waits = []
+    for _ in range(8):
+        main.end(0, waitlists=(reports(0),))
+        waits.append(check_s())
+    # Soon, then less and less often.
+    assert waits == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S]
+    main.end(0, waitlists=(reports(1),))
+    assert check_s() == 0
+    main.end(0, waitlists=(reports(0),))
+    assert check_s() == 0.02
+    main.lose_process()
+    assert check_s() == 0.04, "the process that looked has died"
+
+
+def test_many_waitlists_are_checked_rarely(
+    make_main: MakeMain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracked_waitlists, "MAX_TRACKED_WAITLISTS", 30)
+    monkeypatch.setattr(tracked_waitlists, "MAX_CHECKS_PER_S", 6)
+    main, looks = make_main(1), list[str]()
+    main.take(1)
+    main.end(waitlists=tuple(WaitlistState("default", f"t{n:05}", 0) for n in range(90)))
+    for _ in range(100):
+        main.pump_later(WAITLIST_RECHECK_S / 2)
+        while main.requests:
+            queue, tag = main.requests[0].waitlist or ("", "")
+            looks.append(tag)
+            main.end(0, waitlists=(WaitlistState(queue, tag, 0),))
+    assert len({*looks}) == 30, "the sweep comes by the others"
+    assert len(looks) <= 6 * 50 + 5 * 30, "six a second, and the first ones sooner"
 
 
 def test_a_raised_limit_is_used_in_a_second_while_long_rows_run(make_main: MakeMain) -> None:

@@ -1,5 +1,5 @@
-"""Rules of a worker's main process, by a clock that a test sets: waitlists of limited tags, the
-availability of services."""
+"""Rules of a worker's main process, by a clock that a test sets: rates, the availability of
+services."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ from delaytasks import StoreError, StoreUnavailableError, loops
 from delaytasks.broker.link import bounded_connection
 from delaytasks.db.engines import ForkGate
 from delaytasks.db.sweep_queries import RegisteredWorker, ServiceTimes
-from delaytasks.limits import tracked_waitlists
 from delaytasks.limits.admission import StartPace
-from delaytasks.limits.tracked_waitlists import TrackedWaitlists, WaitlistName
 from delaytasks.loops import Availability
-from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
 from delaytasks.operate.state import beat_age_s, broker_down_s
 from delaytasks.worker import quick_loops
 from delaytasks.worker.quick_loops import ServiceWatch
@@ -32,10 +29,9 @@ from tests.waiting import wait_until
 from tests.world import MainProcess, MonkeyPatch, World
 from tests.world.recording import ManualTime
 
-MAIL = ("default", "mail")
 NOW = datetime(2026, 11, 25, tzinfo=timezone.utc)
 
-# -- waitlists: rates, capacity, and the waitlist that a free process visits ----------------------
+# -- rates ---------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 300), st.sampled_from([0.5, 1.0, 60.0]), st.integers(0, 2**32))
@@ -52,75 +48,6 @@ def test_no_period_has_more_starts_than_its_rate(rate: int, period_s: float, see
             next_start = now + ahead_s + taken * pace.interval_s
     for since in starts:
         assert sum(since <= start < since + period_s for start in starts) <= rate
-
-
-class Tracked(TrackedWaitlists):
-    """The waitlists that a main process tracks, by a clock that stands still."""
-
-    def __init__(self, time: ManualTime) -> None:
-        super().__init__()
-        self.time = time
-
-    def sees(self, free: int | None = None, recheck_s: float = WAITLIST_RECHECK_S) -> float:
-        """A claim, or a visit to another waitlist, reports this number of free slots."""
-        self.update([WaitlistState(*MAIL, free, recheck_s)])
-        return self.check_in_s
-
-    def ends(self, free: int) -> float:
-        """A process returns from the waitlist and reports this number of free slots."""
-        self.update([WaitlistState(*MAIL, free)], MAIL)
-        return self.check_in_s
-
-    @property
-    def check_in_s(self) -> float:
-        return round(self.next_check_at(self.time.at) - self.time.at, 6)
-
-    def visits(self, count: int = 1, after_s: float = 0) -> list[WaitlistName | None]:
-        """Return the waitlists to which as many free processes are sent."""
-        self.time.at += after_s
-        visits = [self.next_visit() for _ in range(count)]
-        return [None if visit is None else visit.waitlist for visit in visits]
-
-
-@pytest.fixture
-def found(time: ManualTime) -> Tracked:
-    return Tracked(time)
-
-
-def test_a_full_waitlist_is_checked_again_later(found: Tracked) -> None:
-    assert found.sees(0) == WAITLIST_RECHECK_S
-    assert found.sees(0, 2 * WAITLIST_RECHECK_S) == WAITLIST_RECHECK_S, "somebody looks already"
-    assert found.sees(0, 0.1) == 0.1
-    assert found.visits() == [None]
-    assert found.visits(2, after_s=0.2) == [MAIL, None]
-    waits = []
-    for _ in range(8):
-        waits.append(found.ends(0))
-        assert found.visits() == [None]
-        assert found.visits(1, WAITLIST_RECHECK_S) == [MAIL]
-    # Soon, then less and less often.
-    assert waits == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S]
-    found.ends(1)
-    assert found.visits() == [MAIL]
-    assert found.ends(0) == 0.02
-    assert found.visits(1, WAITLIST_RECHECK_S) == [MAIL]
-    found.visit_failed(MAIL)
-    assert found.check_in_s == 0.04, "the process that looked has died"
-
-
-def test_many_waitlists_are_checked_rarely(found: Tracked, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(tracked_waitlists, "MAX_TRACKED_WAITLISTS", 30)
-    monkeypatch.setattr(tracked_waitlists, "MAX_CHECKS_PER_S", 6)
-    met, looks = set[WaitlistName](), 0
-    found.update([WaitlistState("default", f"t{number:05}", 0) for number in range(90)])
-    for _ in range(100):
-        found.time.at += WAITLIST_RECHECK_S / 2
-        while (key := found.visits()[0]) is not None:
-            met.add(key)
-            looks += 1
-            found.update([WaitlistState(*key, 0)], key)
-    assert len(met) == 30, "the sweep comes by the others"
-    assert looks <= 6 * 50 + 5 * 30, "six a second, and the first ones sooner"
 
 
 # -- for how long a worker has been without its broker, its timer and beat -----------------------
