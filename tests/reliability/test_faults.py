@@ -25,7 +25,7 @@ from delaytasks import Status, StoreUnavailableError
 from tests import running as faketime
 from tests.conftest import closing_all
 from tests.proxy import Proxy, proxy_to
-from tests.running import QUICK, Deployment, Process
+from tests.running import Deployment, Process
 from tests.services import MissingServiceError, PostgresServer, RabbitServer
 from tests.waiting import SLACK_S, wait_until
 
@@ -38,8 +38,8 @@ Deploy = Callable[..., Deployment]
 
 @pytest.fixture
 def deploy(tmp_path: Path, redis_url: str) -> Iterator[Deploy]:
-    def new(database_url: str, **settings: Any) -> Deployment:
-        return Deployment(tmp_path, database_url, redis_url, **settings)
+    def new(database_url: str, broker_url: str = redis_url, **settings: Any) -> Deployment:
+        return Deployment(tmp_path, database_url, broker_url, **settings)
 
     with closing_all(new) as deploy:
         yield deploy
@@ -69,6 +69,7 @@ def test_a_frozen_worker_cannot_finish_tasks_it_lost(deploy: Deploy, postgresql_
 
 @pytest.fixture
 def line(postgresql_url: str) -> Iterator[Proxy]:
+    """The way to the database, on which faults are made."""
     proxy = proxy_to(postgresql_url)
     yield proxy
     proxy.heal()
@@ -249,23 +250,13 @@ def test_setting_the_clock_of_a_worker_that_holds_tasks_makes_no_task_early_or_l
         faketime.forget_the_dead()
 
 
-# Overload of the database or the broker
+# Overload of the database or the broker. The calls reach the broker themselves: `arm="inline"`
 
 
 #: In each direction.
 SLOW_S = 0.1
 #: The bound of a call: scheduling, sending, and the delays of a busy machine.
 CALL_S = 1.5
-
-
-@pytest.fixture
-def deploy_inline(tmp_path: Path, postgresql_url: str) -> Iterator[Deploy]:
-    def new(broker_url: str, database_url: str = postgresql_url, **settings: Any) -> Deployment:
-        # The calls of these tests reach the broker themselves.
-        return Deployment(tmp_path, database_url, broker_url, arm="inline", **settings)
-
-    with closing_all(new) as deploy:
-        yield deploy
 
 
 def longest_s(calls: int, call: Callable[[], object]) -> float:
@@ -278,55 +269,24 @@ def longest_s(calls: int, call: Callable[[], object]) -> float:
     return max(times)
 
 
-def schedule_in_vain(d: Deployment) -> None:
-    """Schedule while the broker refuses messages.
-
-    Callers wait for a bounded time, one of them gets an error, and no thread keeps waiting.
-    """
-    before = threading.active_count()
-    assert longest_s(20, lambda: d.schedule(delay=0.1)) < CALL_S
-    assert d.delays.events.counts["timer.down"] == 1
-    assert threading.active_count() <= before + 1
-
-
 def threads_of(worker: Process) -> int:
     found = re.search(r"\nThreads:\s+(\d+)", Path(f"/proc/{worker.pid}/status").read_text())
     return int(found[1]) if found else 0
 
 
-def queued(d: Deployment) -> int:
-    with d.broker_queue() as queue:
-        return int(queue.queue_declare(passive=False).message_count)
-
-
-def is_on_time(d: Deployment) -> bool:
-    """Return whether the fast path runs a task, since the sweep waits for the grace period."""
-    task = d.schedule(delay=0.3)
-    d.wait_for([task])
-    grace_us = float(QUICK["_grace_s"]) * 1e6
-    return next(int(run[1]) for run in d.runs() if run[0] == str(task.id)) < grace_us
-
-
 # -- the database ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def slow_line(postgresql_url: str) -> Iterator[Proxy]:
-    proxy = proxy_to(postgresql_url)
-    yield proxy
-    proxy.close()
 
 
 @pytest.mark.slow
 def test_a_slow_database_does_not_make_requests_pile_up(
-    slow_line: Proxy, deploy_inline: Deploy, postgresql_url: str, redis_url: str
+    line: Proxy, deploy: Deploy, postgresql_url: str
 ) -> None:
-    d = deploy_inline(redis_url, slow_line.url(postgresql_url))
+    d = deploy(line.url(postgresql_url), arm="inline")
     direct = d.producer(postgresql_url)
     worker = d.worker()
     d.wait_for([d.schedule()])
     before = threads_of(worker)
-    slow_line.delay_s = SLOW_S
+    line.delay_s = SLOW_S
     with ThreadPoolExecutor(30) as callers:  # more callers than connections
         times = list(callers.map(lambda _: longest_s(5, lambda: d.schedule(delay=1)), range(30)))
     assert max(times) < 5, "the time for a connection and one turn of the other callers"
@@ -334,7 +294,7 @@ def test_a_slow_database_does_not_make_requests_pile_up(
 
     def are_done() -> bool:
         nonlocal most
-        most = max(most, queued(d))
+        most = max(most, d.queued())
         return len(direct.find(status="DONE", limit=1000)) == 151
 
     wait_until(are_done, 30, "all tasks to run", every_s=0.1)
@@ -349,34 +309,42 @@ def test_a_slow_database_does_not_make_requests_pile_up(
 
 
 @pytest.mark.slow
-def test_a_blocking_rabbitmq_loses_none(own_rabbitmq: RabbitServer, deploy_inline: Deploy) -> None:
-    d = deploy_inline(own_rabbitmq.url)
+def test_a_blocking_rabbitmq_loses_none(
+    own_rabbitmq: RabbitServer, deploy: Deploy, postgresql_url: str
+) -> None:
+    d = deploy(postgresql_url, own_rabbitmq.url, arm="inline")
     worker = d.worker()
-    wait_until(lambda: is_on_time(d), 10, "the fast path")
+    wait_until(lambda: d.runs_on_time(), 10, "the fast path")
     own_rabbitmq.alarm(True)
     try:
-        schedule_in_vain(d)
+        # Callers wait for a bounded time, one of them gets an error, and no thread keeps waiting.
+        before = threading.active_count()
+        assert longest_s(20, lambda: d.schedule(delay=0.1)) < CALL_S
+        assert d.delays.events.counts["timer.down"] == 1
+        assert threading.active_count() <= before + 1
         assert not d.timer_is_up
         wait_until(lambda: d.counted()[Status.NOT_COMPLETE] == 0, 20, "them to be drained", 0.1)
         # A worker that has just begun sweeps without complaint.
         wait_until(lambda: "does the broker answer" in worker.log(), 20, "the worker to report it")
     finally:
         own_rabbitmq.alarm(False)
-    wait_until(lambda: is_on_time(d), 15, "the fast path again", 0.2)
+    wait_until(lambda: d.runs_on_time(), 15, "the fast path again", 0.2)
     assert d.delays.events.counts["timer.up"] == 1
     runs = [run[0] for run in d.runs()]
     assert len(runs) == len(set(runs))
 
 
 @pytest.mark.slow
-def test_sweeps_find_what_queues_refused(own_rabbitmq: RabbitServer, deploy_inline: Deploy) -> None:
-    d = deploy_inline(own_rabbitmq.url)
+def test_sweeps_find_what_queues_refused(
+    own_rabbitmq: RabbitServer, deploy: Deploy, postgresql_url: str
+) -> None:
+    d = deploy(postgresql_url, own_rabbitmq.url, arm="inline")
     name = d.queue_name
     policy = '{"max-length": 5, "overflow": "reject-publish"}'
     own_rabbitmq.ctl("set_policy", "full", f"^{name}$", policy, "--apply-to", "queues")
-    assert queued(d) == 0
+    assert d.queued() == 0
     tasks = [d.schedule(delay=0.2) for _ in range(30)]
-    wait_until(lambda: queued(d) == 5, 5, "the queue to be full")
+    wait_until(lambda: d.queued() == 5, 5, "the queue to be full")
     d.worker()
     d.wait_for(tasks)
     assert len(d.runs()) == 30
