@@ -205,6 +205,7 @@ def test_bars_are_stacked_to_the_height_of_their_sum() -> None:
     assert float(upper_y) + float(upper_height) == pytest.approx(float(y), abs=0.2)
     assert float(height) / float(upper_height) == pytest.approx(1.5, abs=0.02)
     assert "2030-01-31 12:00 to 12:01 UTC: done 60, failed 40" in chart
+    assert re.findall(r'class="key (\w+)"></i>(\w+)<', chart) == [("done", "done"), ("failed",) * 2]
 
 
 def test_the_labels_of_the_counts_and_durations_are_short() -> None:
