@@ -1,6 +1,6 @@
 """The Redis of the `redis` timer: sorted sets, and its scripts in Python.
 
-`tests/integration/test_simulated_redis.py` compares it with a real server.
+`tests/integration/test_redis_servers.py` compares it with a real server.
 """
 
 from __future__ import annotations

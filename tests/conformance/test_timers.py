@@ -29,7 +29,7 @@ from tests.world.recording import set_columns
 pytestmark = pytest.mark.slow
 
 #: Not `direct`, which keeps no entries and uses no broker: the tests send both.
-#: `tests/integration/test_direct.py` and `tests/conformance/test_notices.py` have its tests.
+#: `tests/integration/test_worker.py` and `tests/conformance/test_notices.py` have its tests.
 TIMERS = ["eta", "redis"]
 #: A caller's transaction stays open for this time after it has scheduled.
 OPEN_S = 60.0 if IS_LONG else 0.5

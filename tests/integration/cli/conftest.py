@@ -1,15 +1,185 @@
-"""Provide projects on SQLite whose only broker is kombu's in-memory transport."""
+"""Run the command line on projects of their own.
+
+Their database is SQLite, and their only broker is kombu's in-memory transport.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
+from sqlalchemy import insert
 
+from delaytasks import DelayedTask, DelayTasks, Status
+from delaytasks.cli.main import main
 from delaytasks.db.engines import create_sqlite_file
-from tests.integration.cli.project import HOSTILE, MODULE, Project
+from delaytasks.db.store import Store
+from delaytasks.db.types import db_now_plus
+from delaytasks.runtime import runtime_of
+from tests.running import ROOT
+from tests.world.recording import set_columns
+
+HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] \x9b1m \u202e \r\nforged line"
+FAR = "2999-01-01T00:00:00Z"
+
+MODULE = """
+import os, signal, time
+from celery import Celery
+from delaytasks import DelayTasks
+
+app = Celery("shop", set_as_current=False)
+delays = DelayTasks(app, tags="any")
+
+@delays.processor("ok")
+def ok(body): pass
+
+@delays.processor("mail", queue="letters")
+def mail(body): pass
+
+@delays.processor("bad")
+def bad(body): raise ValueError({hostile!r})
+
+@delays.processor("noisy")
+def noisy(body): print("noise")
+
+stopped = []
+
+@delays.processor("stop")
+def stop(body):
+    if not stopped:  # the first task that runs
+        stopped.append(True)
+        os.kill(os.getpid(), signal.SIGINT)
+        while signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+            time.sleep(0.01)  # the main thread begins to handle the signal
+        time.sleep(0.2)
+
+@delays.processor("long")
+def long(body, task):
+    first = lease = delays.get(task.id).lease_until
+    ends = time.monotonic() + 10
+    while lease == first:
+        assert time.monotonic() < ends, "nobody renewed the lease"
+        lease = delays.get(task.id).lease_until
+"""
+
+RUN = "from delaytasks.cli.main import main; main(prog_name='delaytasks')"
+
+
+class Project:
+    def __init__(self, name: str, patch: pytest.MonkeyPatch) -> None:
+        self.name = name
+        self.patch = patch
+
+    def __call__(self, *args: str, typed: str | bytes | None = None, color: bool = False) -> Result:
+        """Run a command. With `color`, its output is that on a terminal."""
+        command = ["-A", self.name, *args]
+        result = CliRunner().invoke(main, command, input=typed, color=color)
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+        return result
+
+    def process(self, *command: str, **pipes: Any) -> subprocess.Popen[str]:
+        """Start Python in the folder of the project."""
+        pipes = pipes or dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.getcwd()}"}
+        return subprocess.Popen([sys.executable, *command], env=env, text=True, **pipes)
+
+    def at_terminal(self, *arguments: str, **pipes: Any) -> tuple[subprocess.Popen[str], int]:
+        """Start a command on a terminal of 12 lines; return its process and the terminal."""
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 60, 0, 0))
+        pipes = {**dict.fromkeys(("stdin", "stdout", "stderr"), theirs), **pipes}
+        self.patch.setenv("TERM", "xterm")
+        often = "from delaytasks.cli import status; status.EVERY_S = 0.1; "
+        child = self.process("-c", often + RUN, "-A", self.name, *arguments, **pipes)
+        os.close(theirs)
+        return child, ours
+
+    def json(self, *arguments: str, exit_code: int = 0, typed: str | bytes | None = None) -> Any:
+        """Return the document on stdout, which contains nothing else."""
+        result = self(*arguments, "--json", typed=typed)
+        assert result.exit_code == exit_code, result.output
+        return json.loads(result.stdout)
+
+    def error(self, *arguments: str, exit_code: int, typed: str | None = None) -> Any:
+        """Return the document on stderr, which contains nothing else."""
+        result = self(*arguments, "--json", typed=typed)
+        assert result.exit_code == exit_code, result.output
+        found = json.loads(result.stderr)
+        assert exit_code != 2 or not result.stdout, "nothing was done"
+        assert found.keys() - {"argument"} == {"error", "type"}
+        # The text output reports the same error.
+        plain = self(*arguments, typed=typed)
+        assert plain.exit_code == exit_code
+        assert "Error: " in plain.stderr
+        assert "Traceback" not in plain.output
+        return found
+
+    def wrong(self, *arguments: str) -> str:
+        """Return the argument that is invalid, or the type of an error in the usage."""
+        found = self.error(*arguments, exit_code=2)
+        return str(found.get("argument", found["type"]))
+
+    @property
+    def delays(self) -> DelayTasks:
+        made: DelayTasks = import_module(self.name).delays
+        return made
+
+    @property
+    def store(self) -> Store:
+        return runtime_of(self.delays).store
+
+    def schedule(
+        self, tag: str = "ok", delay: float = 0, body: Any = None, **options: Any
+    ) -> DelayedTask:
+        return self.delays.schedule_delay(tag, body, delay, **options)
+
+    def insert(self, **values: Any) -> None:
+        """Insert a row directly, as another program does."""
+        row = {"tag": "ok", "message_body": "{}", **values}
+        with self.store.database.begin() as connection:
+            connection.execute(insert(self.store.schema.tasks).values(**row))
+
+    def hold(self, *tasks: DelayedTask) -> None:
+        """Let these tasks be held as the claim of a worker holds them."""
+        for task in tasks:
+            set_columns(self.store, "tasks", {"id": task.id}, status=int(Status.HELD))
+
+    def overdue(self, tag: str = "ok", **options: Any) -> DelayedTask:
+        """Schedule a task that was due 90 s ago."""
+        task = self.schedule(tag, **options)
+        set_columns(self.store, "tasks", {"id": task.id}, expected_time=db_now_plus(-90))
+        return task
+
+    def status(self, task: DelayedTask) -> Status:
+        return self.delays.get(task.id).status
+
+
+def read_until(terminal: int, text: str, times: int = 1) -> str:
+    """Read the output of a terminal until it contains a text this many times."""
+    said = ""
+    while said.count(text) < times:
+        try:
+            said += os.read(terminal, 65536).decode(errors="replace")
+        except OSError:  # Linux raises an error when the process has closed its terminal
+            raise AssertionError(f"ended without {text!r}: {said}") from None
+    return said
+
+
+def write(name: str, text: str) -> str:
+    Path(f"{name}.py").write_text(text)
+    return name
 
 
 @pytest.fixture

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
-import subprocess
-import sys
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from celery.schedules import crontab, schedule
 from redis import Redis
 
-from tests.integration.cli.project import HOSTILE, ROOT, Project
+from tests.integration.cli.conftest import HOSTILE, Project
 from tests.world.recording import set_columns
 
 DAILY = ("--cron", "0 9 * * mon-fri", "--tz", "Europe/Berlin")
@@ -156,14 +152,11 @@ main(["-A", "shop_of_cli_tests", "import", "django", "--json"], prog_name="delay
 """
 
 
-def test_the_tables_of_django_celery_beat_are_imported(shop: Project, tmp_path: Path) -> None:
+def test_the_tables_of_django_celery_beat_are_imported(shop: Project) -> None:
     pytest.importorskip("django_celery_beat")
-    command, env = [sys.executable, "-c", DJANGO], {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    run = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
-    results = {entry["name"]: entry for entry in json.loads(run.stdout)}
+    imported, error = shop.process("-c", DJANGO).communicate(timeout=120)
+    assert imported, error
+    results = {entry["name"]: entry for entry in json.loads(imported)}
     assert results["once"]["problem"].startswith("it runs once")
     stored = schedules(shop)
     assert stored.keys() == {"each", "night"}

@@ -1,16 +1,21 @@
-"""`run` runs overdue tasks in this process."""
+"""`run` runs overdue tasks in this process; commands under Celery, in pipes and without tables."""
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
 
 from delaytasks import Status
 from delaytasks.db.types import db_now_plus
-from tests.integration.cli.project import Project
+from tests.integration.cli.conftest import RUN, Project
+from tests.running import ROOT, clean_environment
 from tests.services import free_port
 from tests.world.recording import set_columns
 
@@ -77,3 +82,84 @@ def test_ctrl_c_stops_it_after_the_current_chunk(shop: Project) -> None:
     assert 1 <= answer["succeeded"] <= 10
     assert len(shop.delays.find(status="NOT_COMPLETE")) == 31 - answer["succeeded"]
     assert shop.json("run")["succeeded"] == 31 - answer["succeeded"]
+
+
+@pytest.mark.slow
+def test_celery_has_the_same_commands_with_its_own_app(shop: Project) -> None:
+    ids = [str(shop.schedule(delay=60 + number).id) for number in range(3)]
+
+    def said(*words: str, exit_code: int = 0) -> tuple[str, str]:
+        running = shop.process("-m", "celery", "-A", shop.name, "delays", *words)
+        out, err = running.communicate(timeout=30)
+        assert running.returncode == exit_code, err
+        return out, err
+
+    listed, _ = said("list", "--oldest-first", "--json")
+    assert [task["id"] for task in json.loads(listed)["tasks"]] == ids
+    _, more = said("list", "--limit", "1")
+    assert "--cursor " in more
+    shown, _ = said("show", ids[0])
+    assert f"Start a worker: celery -A {shop.name} worker" in shown
+    out, err = said("show", "5", "--json", exit_code=1)
+    assert (out, json.loads(err)["type"]) == ("", "TaskNotFoundError")
+    for option in ([], ["--json"]):
+        shop.schedule("bad")
+        _, log = said("run", *option)
+        assert ("task.failed" in log) is not bool(option), log
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_pipe_that_closes_early_causes_no_error_message(shop: Project, option: list[str]) -> None:
+    shop.delays.schedule_many(("ok", None, 60) for _ in range(100))
+    with shop.process("-c", RUN, "-A", shop.name, "list", *option) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == ""
+
+
+# -- A command in a folder without a database exits with an error and creates no files ------------
+
+
+READING = """list,status,check,show 7,check --settings,log,db upgrade --check,limit,cancel 7,
+    rerun 7,reschedule 7 --delay 5,schedule hello {} --delay 5,db upgrade --to base --yes"""
+#: Runs commands one after the other, since a process for each would take long to start.
+SCRIPT = """
+import json, sys
+from click.testing import CliRunner
+from delaytasks.cli.main import main
+for command in sys.argv[1].split(","):
+    said = CliRunner().invoke(main, command.split(), prog_name="delaytasks")
+    print(json.dumps([command, said.exit_code, said.stderr]))
+"""
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    pipes: Any = {"capture_output": True, "text": True, "timeout": 60}
+    own = clean_environment(PYTHONPATH=str(ROOT))
+    return subprocess.run([sys.executable, *command], cwd=folder, env=own, **pipes)
+
+
+@pytest.mark.slow
+def test_only_a_migration_makes_the_database(tmp_path: Path) -> None:
+    lines = run(tmp_path, "-c", SCRIPT, READING).stdout.splitlines()
+    assert len(lines) == READING.count(",") + 1
+    assert list(tmp_path.iterdir()) == []
+    for command, exit_code, said in map(json.loads, lines):
+        assert "Traceback" not in said
+        if not command.endswith(("--settings", "--check")):
+            assert exit_code == 1, command
+            assert f"there is no database {tmp_path}/.delaytasks/delays.sqlite3" in said
+            assert "delaytasks -A APP" in said
+            assert "delaytasks db upgrade" in said
+
+
+@pytest.mark.slow
+def test_a_first_upgrade_of_the_default_database_says_how_to_choose_another(tmp_path: Path) -> None:
+    upgrade = "-m delaytasks db upgrade".split()
+    made = run(tmp_path, *upgrade)
+    assert f"upgraded sqlite:///{tmp_path}/.delaytasks/delays.sqlite3" in made.stdout
+    assert made.stderr.startswith("This is the default database of this folder. For the database")
+    assert run(tmp_path, *upgrade).stderr == ""
+    (tmp_path / "manage.py").touch()
+    assert "python manage.py migrate" in run(tmp_path, *upgrade).stderr

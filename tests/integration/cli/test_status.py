@@ -1,30 +1,33 @@
-"""`status` shows what happens by queue, tag and worker, and why tasks have not run."""
+"""`status` shows what happens and why tasks have not run; `--probe` tells healthy from others."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
 import signal
-import struct
-import subprocess
-import sys
-import termios
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sqlalchemy import text
 
-from delaytasks import NewTask
+from delaytasks import StoreUnavailableError
+from delaytasks.db import migrations
+from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.task import Entry
+from delaytasks.operate import health
+from delaytasks.operate.health import HealthChecks
+from delaytasks.settings import Settings
 from tests.doc_pages import block_beginning
-from tests.integration.cli.project import HOSTILE, ROOT, Project
+from tests.integration.cli.conftest import HOSTILE, Project, read_until
 from tests.world.recording import runner_of, set_columns
 
 
@@ -44,7 +47,7 @@ def busy(shop: Project) -> Project:
     return shop
 
 
-def test_the_document_counts_by_queue_tag_and_worker(busy: Project) -> None:
+def test_queues_tags_and_workers_are_counted_and_shown(busy: Project) -> None:
     document = busy.json("status")
     found = document["live"]
     assert (found["running"], found["overdue"], found["soon"], found["ended"]) == (1, 1, 1, 2)
@@ -58,42 +61,29 @@ def test_the_document_counts_by_queue_tag_and_worker(busy: Project) -> None:
     assert (queues["letters"]["overdue"], queues["letters"]["workers"]) == (1, 1)
     [worker] = document["workers"]
     assert (worker["name"], worker["is_alive"]) == ("w1@host", True)
-
-
-def test_watch_renews_the_view_of_a_terminal_until_ctrl_c(busy: Project) -> None:
-    output, end = pty.openpty()
-    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 60, 0, 0))
-    code = "from delaytasks.cli import status; status.EVERY_S = 0.1; "
-    code += "from delaytasks.cli.main import main; main()"
-    command = [sys.executable, "-c", code, "-A", busy.name, "status", "--watch"]
-    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(ROOT)}
-    watch = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment)
-    os.close(end)
-    said = b""
-    while said.count(b" lines more") < 2:  # the second view
-        said += os.read(output, 65536)
-    watch.send_signal(signal.SIGINT)
-    with suppress(OSError):  # Linux reports the end of a terminal without a process as an error
-        while os.read(output, 65536):
-            pass
-    assert watch.wait(30) == 0
-    os.close(output)
-    assert b"NOT_COMPLETE" in said
-
-
-def test_paused_tags_cuts_and_untrusted_names_are_shown(busy: Project) -> None:
-    assert not busy.json("status")["live"]["is_capped"]
+    assert not found["is_capped"]
     busy("pause", "--tag", "mail")
     assert re.search("^mail +yes ", busy("status").stdout, re.MULTILINE)
     for number in range(25):
         busy.schedule(f"tag-{number}", queue=f"queue-{number}")
     assert re.findall(r"and \d more", busy("status").stdout) == ["and 7 more", "and 8 more"]
     busy.patch.setattr("delaytasks.operate.state.MOST_ROWS", 1)
-    assert "minima" in busy("status").stdout
     set_columns(busy.store, "tasks", tag=HOSTILE[:100])
     said = busy("status").stdout
+    assert "minima" in said
     assert "\x1b" not in said
     assert "[red]" in said, "markup is shown as it is"
+
+
+def test_watch_renews_the_view_of_a_terminal_until_ctrl_c(busy: Project) -> None:
+    watch, terminal = busy.at_terminal("status", "--watch")
+    assert "NOT_COMPLETE" in read_until(terminal, " lines more", times=2), "the second view"
+    watch.send_signal(signal.SIGINT)
+    with suppress(OSError):  # Linux reports the end of a terminal without a process as an error
+        while os.read(terminal, 65536):
+            pass
+    assert watch.wait(30) == 0
+    os.close(terminal)
 
 
 # -- `list --follow` prints the changes of tasks as they happen ----------------------------------
@@ -137,18 +127,6 @@ def test_follow_in_json_has_a_document_in_each_line(shop: Project) -> None:
 
 
 # -- `show`, `status` and `check` explain why tasks have not run ----------------------------------
-
-
-def test_show_begins_with_each_reason_and_its_remedy(shop: Project) -> None:
-    task = shop.overdue(key="k1")
-    shop("pause", "--tag", "ok", "--actor", "ann")
-    said = shop("show", str(task.id)).stdout.splitlines()
-    assert said[0] == f"task {task.id} (ok): NOT_COMPLETE"
-    assert said[1].startswith("The tag ok is paused by ann since 20")
-    assert said[2] == f"  → To resume it: delaytasks -A {shop.name} resume --tag ok"
-    assert said[3].startswith("No live worker serves the queue default")
-    reasons = shop.json("show", "--tag", "ok", "--key", "k1")["why"]
-    assert [each["code"] for each in reasons] == ["paused", "no_worker"]
 
 
 def test_a_deferred_task_has_its_first_due_time_and_late_tasks_have_their_cause(
@@ -225,26 +203,176 @@ def test_the_reason_why_a_task_has_not_run(shop: Project) -> None:
     shop("pause", "--tag", "mail.send", "--actor", "ann@shop")
     shop.hold(task)
     assert printed(shop, words)[: len(lines) + 1] == [*lines, ""], "the fields follow"
-
-
-def test_the_busiest_hour_is_shown_with_its_share_of_the_hour(shop: Project) -> None:
-    at = datetime.now(timezone.utc).replace(minute=0, second=0, microsecond=0) + timedelta(days=2)
-    shop.delays.schedule_many(NewTask("mail", n, at=at) for n in range(1200))
-    shop.store.workers.report("w", ["default", "letters"], "prefork", 2, 0)
-    said = shop("status", "--ahead", "7d")
-    busy = f"{at:%a %Y-%m-%dT%H:%M:%SZ}: 1,200 tasks of mail keep 2 processes busy for 30s.\n"
-    assert f"The processes suffice. The busiest hour is {busy}" in said.stdout
-    document = shop.json("status", "--ahead", "7d", "--processes", "1")
-    *_, hour = document["hours"]
-    assert (hour["due"], hour["start"], hour["busy_s"]) == (1200, at.isoformat(), 60.0)
+    assert [each["code"] for each in shop.json(*words)["why"]] == ["paused"]
 
 
 def test_only_the_busiest_hours_are_printed_and_names_have_no_effect(shop: Project) -> None:
     shop.insert(tag=HOSTILE[:100], expected_time=datetime.now(timezone.utc), delay_time=0)
+    shop.store.workers.report("w", ["default", "letters"], "prefork", 2, 0)
     for hour in range(20):
         shop.schedule("mail", hour * 3600 + 1800)
     said = shop("status", "--ahead", "7d")
+    assert re.search("The processes suffice. The busiest .* 2 processes busy for", said.stdout)
     assert re.search(r"and \d hours more; --json has them", said.stdout)
     assert r"without measurements: \x1b[31mred" in said.stderr
     assert not set("\x1b\x9b\u202e\r") & set(said.stdout + said.stderr)
-    assert len(shop.json("status", "--ahead", "7d")["hours"]) >= 20
+    hours = shop.json("status", "--ahead", "7d", "--processes", "1")["hours"]
+    assert len(hours) >= 20
+    assert {hour["processes"] for hour in hours} == {1}
+
+
+# -- `--probe` tells healthy deployments and workers from others, also in outages ----------------
+
+
+HOST = socket.gethostname()
+
+
+def report(
+    shop: Project, name: str = f"celery@{HOST}", pool: str = "prefork", **services: float
+) -> None:
+    times = ServiceTimes(**services)
+    shop.store.workers.report(name, ["default"], pool, 2, 0, services=times)
+
+
+def age(shop: Project, table: str, **columns: float) -> None:
+    """Set the times of a table's rows to this many seconds ago."""
+    values = {name: db_now_plus(-ago_s) for name, ago_s in columns.items()}
+    set_columns(shop.store, table, **values)
+
+
+def failed(shop: Project, *arguments: str) -> list[str]:
+    """Return the names of the failed checks, with which the exit code agrees."""
+    result = shop("status", "--probe", *arguments, "--json")
+    found = shop.json("status", "--probe", *arguments, exit_code=result.exit_code)
+    names = [check["name"] for check in found["checks"] if not check["is_ok"]]
+    assert (found["is_healthy"], result.exit_code) == (not names, int(bool(names)))
+    return names
+
+
+def detail(shop: Project, check: str, *arguments: str) -> str:
+    """Return what the check of this name says."""
+    found = json.loads(shop("status", "--probe", *arguments, "--json").stdout)["checks"]
+    text: str = next(each["detail"] for each in found if each["name"] == check)
+    return text
+
+
+@pytest.fixture
+def healthy(shop: Project) -> Project:
+    """Return a project with a worker on this host, whose tables were just swept."""
+    report(shop)
+    shop.store.sweeps.begin_sweep(0, 1, 1)
+    return shop
+
+
+def test_a_deployment_is_healthy_if_all_of_its_parts_are(healthy: Project) -> None:
+    found = healthy.json("status", "--probe", "--max-overdue", "0")
+    assert (found["component"], found["probe"]) == ("deployment", "ready")
+    names = [check["name"] for check in found["checks"]]
+    assert names == ["database", "tables", "worker", "queues", "sweep", "overdue", "broker"]
+    assert failed(healthy, "worker") == []
+    assert re.search(r"^database +ok +answers$", healthy("status", "--probe").stdout, re.MULTILINE)
+    report(healthy, f"run7-ab@{HOST}", "direct/prefork")
+    healthy.patch.setattr(health, "ask_broker", lambda _: "refused")
+    assert failed(healthy, "worker") == ["broker"]
+    assert failed(healthy, "worker", "--live") == failed(healthy, "run") == [], "it needs none"
+
+
+@pytest.mark.parametrize(
+    ("check", "damage"),
+    [
+        ("worker", lambda shop: age(shop, "workers", seen_at=60)),
+        ("sweep", lambda shop: age(shop, "sweeps", swept_at=16)),
+        ("overdue", lambda shop: [shop.overdue() for _ in range(3)]),
+    ],
+)
+def test_each_fault_fails_its_own_check(
+    healthy: Project, check: str, damage: Callable[[Project], None]
+) -> None:
+    damage(healthy)
+    assert failed(healthy, "--max-overdue", "0") == [check]
+    assert failed(healthy, "--max-overdue", "3") == [check] * (check != "overdue")
+    if check == "overdue":  # others are not counted
+        found = detail(healthy, "overdue", "--max-overdue", "1")
+        assert found == "more than 1 overdue, at most 1"
+
+
+@pytest.mark.parametrize(("head", "expected"), [("9999", ["tables"]), ("0001", [])])
+def test_tables_are_of_this_version_or_newer(bare: Project, head: str, expected: list[str]) -> None:
+    bare("db", "upgrade")
+    report(bare)
+    bare.store.sweeps.begin_sweep(0, 1, 1)
+    bare.patch.setattr(migrations, "head", lambda: head)
+    assert failed(bare) == expected
+    remedy = f"this version has {head}; run: delaytasks -A {bare.name} db upgrade\n"
+    assert (remedy in bare("status", "--probe").stdout) == bool(expected)
+
+
+def test_only_the_workers_of_this_host_or_of_the_name_count(healthy: Project) -> None:
+    report(healthy, "w1@elsewhere")
+    report(healthy, f"run7-ab@{HOST}", "direct/prefork")
+    age(healthy, "workers", seen_at=60)
+    report(healthy)
+    assert failed(healthy, "worker", "--live") == []
+    assert failed(healthy, "worker", "--live", "--name", "w1@elsewhere") == ["worker"]
+    assert failed(healthy, "worker", "--live", "--name", "w2@elsewhere") == ["worker"]
+    assert failed(healthy, "run", "--live") == ["worker"]
+    age(healthy, "workers", seen_at=60)
+    assert len(healthy.store.workers.expire(15)) == 3, "a lost one counts as a missing one"
+    assert failed(healthy) == failed(healthy, "worker", "--live") == ["worker"]
+    assert detail(healthy, "worker") == "none is registered"
+    report(healthy, f"w2@{HOST}")
+    assert failed(healthy) == failed(healthy, "worker") == []
+
+
+def test_beat_is_healthy_as_long_as_its_messages_reach_a_worker(healthy: Project) -> None:
+    assert failed(healthy, "beat") == failed(healthy, "beat", "--live") == []
+    report(healthy, beat_s=1.0)
+    found = healthy.json("status", "--probe", "beat")["checks"]
+    assert [check["name"] for check in found] == ["database", "tables", "beat", "broker"]
+    age(healthy, "workers", beat_at=300)
+    assert failed(healthy, "beat") == failed(healthy, "beat", "--live") == ["beat"]
+    report(healthy, broker_down_s=9, beat_s=300)
+    assert failed(healthy, "beat", "--live") == [], "without the broker it is unknown"
+
+
+def test_a_queue_with_late_tasks_and_no_worker_fails_only_the_deployment(healthy: Project) -> None:
+    healthy.schedule("mail")  # its queue is letters
+    healthy.schedule("ok")
+    assert failed(healthy) == []
+    age(healthy, "tasks", expected_time=10)
+    assert failed(healthy) == [], "a worker may be restarting"
+    age(healthy, "tasks", expected_time=20)
+    assert failed(healthy) == ["queues"]
+    assert detail(healthy, "queues") == "no live worker serves letters, where tasks are late"
+    healthy.delays.policies.pause(queue="letters")
+    assert failed(healthy) == []
+    healthy.delays.policies.resume(queue="letters")
+    assert failed(healthy, "worker") == failed(healthy, "worker", "--live") == []
+    healthy.store.workers.report("w", ["*"], "prefork", 2, 0)
+    assert failed(healthy) == []
+
+
+def test_no_restart_is_needed_while_no_database_answers(healthy: Project, tmp_path: Path) -> None:
+    healthy.delays.close()
+    (tmp_path / "shop.sqlite3").write_text("no database any more")
+    assert failed(healthy, "worker", "--live") == []
+    assert failed(healthy, "worker") == ["database"]
+
+
+def test_a_database_that_hangs_is_given_up_in_time() -> None:
+    may_end = threading.Event()
+
+    class Hanging:
+        @property
+        def tasks(self) -> Any:
+            may_end.wait()
+            raise StoreUnavailableError("too late")
+
+    hanging: Any = SimpleNamespace(store=Hanging(), settings=Settings(), direct_timer=True)
+    [live] = HealthChecks(hanging, "worker", HOST, timeout_s=0.05).live()
+    assert live.is_ok
+    database, broker = HealthChecks(hanging, timeout_s=0.05).ready()
+    assert not database.is_ok
+    assert database.detail == "no answer within 50ms"
+    assert broker.is_ok
+    may_end.set()

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import shlex
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import UTC
 from delaytasks.operate import task_calls as bulk
 from delaytasks.runtime import runtime_of
-from tests.integration.cli.project import FAR, HOSTILE, RUN, Project
+from tests.integration.cli.conftest import FAR, HOSTILE, Project, read_until
 from tests.services import free_port
 from tests.waiting import wait_until
 from tests.world.recording import set_columns
@@ -188,27 +186,22 @@ def test_commands_handle_rows_with_invalid_values(shop: Project) -> None:
 # -- many tasks -----------------------------------------------------------------------------------
 
 
-def test_running_tasks_are_left_and_reported_or_asked_to_stop(shop: Project) -> None:
-    for _ in range(3):
-        shop.schedule()
-    [claimed] = shop.store.claims("w", None).claim_due("default", [0], 1)
-    id = str(claimed.id)
-    counted = shop("cancel", "--tag", "ok", "--dry-run")
-    assert counted.stdout == "2 tasks would be cancelled\n"
-    assert counted.stderr == "left as they are: 1 task (they run)\n"
-    assert shop.error("cancel", id, exit_code=1)["type"] == "TaskStateError"
-    assert shop.json("cancel", "--everything", "--yes")["refused"] == 1
-    assert shop.json("cancel", id, "--running")["requested"] == [id]
-    assert "runs, and is asked to stop" in shop("cancel", id, "--running").stdout
-
-
-def test_ids_with_a_filter_or_a_shift_are_many_tasks(shop: Project) -> None:
+def test_ids_with_a_filter_or_a_shift_are_many_tasks_and_running_ones_are_left(
+    shop: Project,
+) -> None:
     first, second, other = (str(shop.schedule(delay=60 + n).id) for n in range(3))
     assert shop("cancel", first, second, "--dry-run").stdout == "2 tasks would be cancelled\n"
     assert shop.json("reschedule", first, second, "--jitter", "1m", "--yes")["changed"] == 2
     assert shop.json("cancel", other, "--tag", "mail", "--yes")["changed"] == 0
-    assert shop.json("cancel", first, second, "--tag", "ok", "--yes")["changed"] == 2
-    assert shop.delays.get(other).version == 0
+    id = str(shop.schedule().id)
+    shop.store.claims("w", None).claim_due("default", [0], 1)
+    left = shop("cancel", "--tag", "ok", "--dry-run").stderr
+    assert left == "left as they are: 1 task (they run)\n"
+    assert shop.error("cancel", id, exit_code=1)["type"] == "TaskStateError"
+    found = shop.json("cancel", first, second, id, "--tag", "ok", "--yes")
+    assert (found["changed"], found["refused"], shop.delays.get(other).version) == (2, 1, 0)
+    assert shop.json("cancel", id, "--running")["requested"] == [id]
+    assert "runs, and is asked to stop" in shop("cancel", id, "--running").stdout
 
 
 def test_log_lists_the_actor_the_action_and_the_progress(shop: Project) -> None:
@@ -231,42 +224,16 @@ def test_log_lists_the_actor_the_action_and_the_progress(shop: Project) -> None:
     assert "left as they are: 1 task" in shop(*again).stderr
 
 
-def at_terminal(name: str, *args: str) -> tuple[subprocess.Popen[bytes], Callable[[str], str], int]:
-    """Start the command on a pseudo-terminal.
-
-    Return the process, a function that waits for a text, and the file descriptor of its input.
-    """
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", RUN, "-A", name, *args]
-    path = os.pathsep.join([*sys.path, os.getcwd()])
-    env = {**os.environ, "PYTHONPATH": path, "TERM": "xterm"}
-    child = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env=env)
-    os.close(theirs)
-    said = ""
-
-    def until(text: str) -> str:
-        nonlocal said
-        while text not in said:
-            try:
-                said += os.read(ours, 4096).decode(errors="replace")
-            except OSError:
-                # Linux raises an error when the process has closed its terminal.
-                raise AssertionError(f"ended without {text!r}: {said}") from None
-        return said
-
-    return child, until, ours
-
-
 @pytest.mark.parametrize(("typed", "status"), [("n", Status.NOT_COMPLETE), ("y", Status.CANCELLED)])
 def test_a_bulk_command_shows_the_count_and_asks(shop: Project, typed: str, status: Status) -> None:
     tasks = [shop.schedule(delay=60) for _ in range(3)]
-    running, until, terminal = at_terminal(shop.name, "cancel", "--tag", "ok")
-    assert "3 tasks would be cancelled. Go on? [y/N]" in until("[y/N]")
+    running, terminal = shop.at_terminal("cancel", "--tag", "ok", stdout=subprocess.PIPE)
+    assert "3 tasks would be cancelled. Go on? [y/N]" in read_until(terminal, "[y/N]")
     os.write(terminal, f"{typed}\n".encode())
     out, _ = running.communicate(timeout=30)
     os.close(terminal)
     assert {shop.status(task) for task in tasks} == {status}
-    assert (running.returncode, out) == ((0, b"cancelled 3 tasks\n") if typed == "y" else (1, b""))
+    assert (running.returncode, out) == ((0, "cancelled 3 tasks\n") if typed == "y" else (1, ""))
 
 
 @pytest.fixture

@@ -15,49 +15,27 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from click.testing import CliRunner
 
 from delaytasks import ConfigError
 from delaytasks.cli import servers
-from delaytasks.cli.main import main
 from delaytasks.cli.servers import Place, make_server
 from delaytasks.console.application import standalone
 from delaytasks.console.viewers import FIRST_USER
 from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, new_entry
 from delaytasks.http_api.routes import make_api
 from delaytasks.settings import Address
-from tests.running import ROOT
+from tests.integration.cli.conftest import Project
 from tests.ui.console_site import make_delays, served, token_of
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, in which a module has an app whose database has tables."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DELAYTASKS_DATABASE_URL", "sqlite:///a.sqlite3")
-    monkeypatch.setenv("DELAYTASKS_APP", "served_app")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    app = "from celery import Celery; from delaytasks import DelayTasks\n"
-    app += "app = Celery('served', set_as_current=False); delays = DelayTasks(app)\n"
-    Path("served_app.py").write_text(app)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "served_app", raising=False)
-    assert call("db", "upgrade").exit_code == 0
-    return tmp_path
-
-
-def call(*words: str) -> Any:
-    return CliRunner().invoke(main, words)
-
-
-def test_access_adds_lists_and_removes_users_and_keys(folder: Path) -> None:
+def test_access_adds_lists_and_removes_users_and_keys(shop: Project, tmp_path: Path) -> None:
     def access(words: str, exit_code: int = 0) -> str:
-        said = call("access", *words.split())
+        said = shop("access", *words.split())
         assert said.exit_code == exit_code, said.output
         return str(said.output)
 
     key = access("api shop --scope schedule:order.* --scope read --keys keys.json").strip()
-    found = ApiKeyFile(folder / "keys.json").find(key)
+    found = ApiKeyFile(tmp_path / "keys.json").find(key)
     assert found is not None
     assert found.name == "shop"
     shown = {"name": "shop", "scopes": ["schedule:order.*", "read"]}
@@ -78,12 +56,12 @@ def test_access_adds_lists_and_removes_users_and_keys(folder: Path) -> None:
 
 
 def test_serve_serves_console_api_and_metrics_with_the_keys_of_the_data_folder(
-    folder: Path,
+    shop: Project,
 ) -> None:
-    key = call("access", "api", "shop", "--scope", "read").output.strip()
-    command = [sys.executable, "-m", "delaytasks", "serve", "--json"]
-    command += ["--console", "0", "--api", "[::1]:0/delays", "--metrics", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    key = shop("access", "api", "shop", "--scope", "read").output.strip()
+    command = ["-m", "delaytasks", "-A", shop.name, "serve", "--json"]
+    places = ["--console", "0", "--api", "[::1]:0/delays", "--metrics", "0"]
+    with shop.process(*command, *places) as server:
         assert server.stdout is not None
         try:
             urls = json.loads("".join(server.stdout.readline() for _ in range(5)))
@@ -107,8 +85,8 @@ def test_serve_serves_console_api_and_metrics_with_the_keys_of_the_data_folder(
         ("--console --trusted-proxy 127.0.0.1 --proxy-header X-User", "cannot be combined"),
     ],
 )
-def test_serve_refuses_wrong_usage(words: str, says: str) -> None:
-    refused = call("serve", *words.split())
+def test_serve_refuses_wrong_usage(bare: Project, words: str, says: str) -> None:
+    refused = bare("serve", *words.split())
     assert (refused.exit_code, says in refused.output) == (2, True)
 
 
