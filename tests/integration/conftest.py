@@ -1,7 +1,10 @@
-"""Deployments for tests with real workers, on a database and a broker that the test names."""
+"""Deployments with real workers, and the projects of examples, on databases that a test names."""
 
 from __future__ import annotations
 
+import os
+import secrets
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, overload
@@ -9,7 +12,8 @@ from typing import Any, Protocol, TypeVar, overload
 import pytest
 
 from tests.proxy import Proxy, proxy_to
-from tests.running import BROKERS, Deployment
+from tests.running import BROKERS, ROOT, Deployment, clean_environment, output_of
+from tests.services import own_database
 
 D = TypeVar("D", bound=Deployment)
 
@@ -92,3 +96,30 @@ def deploy(
 def site(deploy: Deploy, database: str, broker: str) -> Deployment:
     """The deployment of a test that names a database and a broker."""
     return deploy(database, broker)
+
+
+# -- The projects of the example shops ------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty database that only one test uses; its kind is the parameter."""
+    kind: str = request.param
+    if kind == "sqlite":
+        yield f"sqlite:///{tmp_path / 'shop.sqlite3'}"
+        return
+    url, drop = own_database(request.getfixturevalue(f"{kind}_url"), f"_{secrets.token_hex(4)}")
+    yield url
+    drop()
+
+
+def run_example(example: str, database_url: str, *arguments: str) -> str:
+    """Run a command in an example's folder, without a broker, and return its output."""
+    project = ROOT / "examples" / example
+    environment = clean_environment(
+        PYTHONPATH=f"{project}{os.pathsep}{ROOT}",
+        SHOP_DATABASE_URL=database_url,
+        SHOP_PAY_WITHIN_S="2",
+        CELERY_BROKER_URL="amqp://localhost:1//",
+    )
+    return output_of([sys.executable, "-W", "ignore", *arguments], project, environment)

@@ -7,25 +7,18 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.doc_pages import section
-from tests.integration.shops import fresh_database
 from tests.running import ROOT, clean_environment, output_of
 
 PAGE = ROOT / "docs" / "testing.md"
 
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(params=["sqlite", "postgresql", "mysql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Create an empty database."""
-    yield from fresh_database(request.param, request, tmp_path)
+databases = pytest.mark.parametrize("fresh_url", ["postgresql", "mysql", "sqlite"], indirect=True)
 
 
 def write_files(heading: str, folder: Path) -> None:
@@ -47,12 +40,15 @@ def run_pytest(folder: Path, url: str, *options: str) -> str:
     return output_of(command, folder, clean_environment(**own, **urls))
 
 
-def test_celery_sqlalchemy_and_fastapi_with_synchronous_sessions(url: str, tmp_path: Path) -> None:
+@databases
+def test_celery_sqlalchemy_and_fastapi_with_synchronous_sessions(
+    fresh_url: str, tmp_path: Path
+) -> None:
     write_files("Celery and SQLAlchemy", tmp_path)
     for _ in range(2):  # the first run leaves no rows
-        assert "4 passed" in run_pytest(tmp_path, url)
+        assert "4 passed" in run_pytest(tmp_path, fresh_url)
     write_files("FastAPI with synchronous sessions", tmp_path)
-    assert "1 passed" in run_pytest(tmp_path, url, "test_shop_api.py")
+    assert "1 passed" in run_pytest(tmp_path, fresh_url, "test_shop_api.py")
 
 
 #: Repeats the tests of the page, none of which may leave rows.
@@ -66,9 +62,10 @@ def test_without_db(delays_tester):
 """
 
 
-def test_pytest_django(url: str, tmp_path: Path) -> None:
+@databases
+def test_pytest_django(fresh_url: str, tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(ROOT / "examples" / "django_shop", project)
     write_files("Django", project)
     (project / "tests" / "test_more.py").write_text(MORE)
-    assert "5 passed" in run_pytest(project, url, "--ds=shop.settings", "tests")
+    assert "5 passed" in run_pytest(project, fresh_url, "--ds=shop.settings", "tests")

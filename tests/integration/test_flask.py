@@ -27,7 +27,7 @@ from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.db.engines import create_sqlite_file
 from delaytasks.model.task import Entry
 from delaytasks.runtime import runtime_of
-from tests.integration.shops import ExampleShop, fresh_database
+from tests.integration.conftest import run_example
 from tests.running import ROOT
 from tests.world.recording import counted, runner_of
 
@@ -258,12 +258,10 @@ def test_wrong_settings_and_a_missing_init_app_are_reported() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["postgresql", "sqlite"])
-def test_the_shops_tests_pass(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fresh_url", ["postgresql", "sqlite"], indirect=True)
+def test_the_shops_tests_pass(fresh_url: str) -> None:
     command = "-m pytest -q -p no:cacheprovider -c /dev/null --rootdir . tests.py"
-    for url in fresh_database(kind, request, tmp_path):
-        with closing(ExampleShop("flask_shop", url)) as shop:
-            assert "4 passed" in shop.command(*command.split())
+    assert "4 passed" in run_example("flask_shop", fresh_url, *command.split())
 
 
 def test_two_apps_of_a_process_have_their_own_tasks_and_transactions(
