@@ -7,7 +7,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from functools import partial
@@ -127,12 +127,8 @@ def test_a_callback_goes_to_an_address_that_was_checked_for_it(web: WebServer) -
         assert f"now {bad}" in reason
     assert Caller(allow="").post(web.url()).reason.startswith("forbidden: "), "since scheduling"
     assert len(web.received) == 1
-
-
-def test_the_next_address_of_a_name_is_used_if_one_refuses(web: WebServer) -> None:
-    url = web.url("/", "partner.example")
-    caller = Caller(lambda host: ["127.0.0.2", "127.0.0.1"], allow="127.0.0.0/8")
-    assert caller.post(url) == Done()
+    some = Caller(lambda host: ["127.0.0.2", "127.0.0.1"], allow="127.0.0.0/8")
+    assert some.post(url) == Done(), "the next address is used if one refuses"
     down = Caller(lambda host: ["127.0.0.2", "127.0.0.3"], allow="127.0.0.0/8")
     assert f"at partner.example:{web.port} (127.0.0.3): " in down.post(url).reason
 
@@ -195,33 +191,11 @@ def test_dates_of_retry_after_are_read_in_all_their_forms() -> None:
 # -- broken connections and answers --------------------------------------------------------------
 
 
-TROUBLE = {
-    "silence": hang,
-    "a reset": reset,
-    "a drip of headers": drip(b"HTTP/1.1 200 OK\r\nX-Slow: ", b"x"),
-    "a drip of header lines": drip(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
-    "a drip of statuses": drip(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    "an endless header": partial(pour, b"HTTP/1.1 200 OK\r\nX: "),
-    "no HTTP": lambda exchange: exchange.wfile.write(b"SSH-2.0-x\r\n\r\n") and None,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("write", TROUBLE.values(), ids=TROUBLE.keys())
-def test_a_network_error_is_recorded_and_retried_in_bounded_time(
-    web: WebServer, caller: Caller, write: Any
-) -> None:
-    web.answers["/hook"] = write
-    outcome = caller.post(web.url("/hook?token=hunter2"))
-    assert isinstance(outcome, Retry)
-    assert outcome.reason.startswith("network: ")
-    assert f"at 127.0.0.1:{web.port} (127.0.0.1): " in outcome.reason
-    assert "hunter2" not in outcome.reason
-    web.answers.clear()
-    assert caller.post(web.url()) == Done(), "and no other callback suffers"
-
-
 CLOSING = b"HTTP/1.1 500 No\r\nConnection: close\r\n\r\n"
+
+
+def then(fault: Any, head: bytes) -> Any:
+    return lambda exchange: exchange.wfile.write(head) and fault(exchange)
 
 
 def broken_bodies(status: int) -> dict[str, Any]:
@@ -237,22 +211,42 @@ def broken_bodies(status: int) -> dict[str, Any]:
         "a chunk of a negative size": partial(pour, chunked + b"-5\r\n"),
         "a chunk without an end": partial(pour, chunked + b"-1\r\n"),
         "an endless one of chunks": drip(chunked + b"fffffff\r\n", b"x" * 65536),
-        "silence": lambda exchange: exchange.wfile.write(head) and hang(exchange),
-        "a reset": lambda exchange: exchange.wfile.write(head) and reset(exchange),
+        "silence": then(hang, head),
+        "a reset": then(reset, head),
     }
 
 
+#: What the server does, and the beginning of the reason; the status 200 needs none.
+BROKEN: dict[str, tuple[Any, str]] = {
+    "silence": (hang, "network: "),
+    "a reset": (reset, "network: "),
+    "a drip of headers": (drip(b"HTTP/1.1 200 OK\r\nX-Slow: ", b"x"), "network: "),
+    "a drip of header lines": (drip(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"), "network: "),
+    "a drip of statuses": (drip(b"", b"HTTP/1.1 100 Continue\r\n\r\n"), "network: "),
+    "an endless header": (partial(pour, b"HTTP/1.1 200 OK\r\nX: "), "network: "),
+    "no HTTP": (lambda it: it.wfile.write(b"SSH-2.0-x\r\n\r\n") and None, "network: "),
+    **{f"500, body: {it}": (fault, "HTTP 500") for it, fault in broken_bodies(500).items()},
+    **{f"200, body: {it}": (fault, "") for it, fault in broken_bodies(200).items()},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("status", [500, 200])
-@pytest.mark.parametrize("body", broken_bodies(200))
-def test_the_status_decides_even_if_the_body_is_broken(
-    web: WebServer, caller: Caller, body: str, status: int
+@pytest.mark.parametrize("broken", BROKEN)
+def test_an_answer_that_breaks_off_is_given_up_in_bounded_time_and_its_status_decides(
+    web: WebServer, caller: Caller, broken: str
 ) -> None:
-    web.answers["/"] = broken_bodies(status)[body]
-    outcome = caller.post(web.url())
-    assert outcome == Done() if status == 200 else outcome.reason.startswith("HTTP 500")
+    web.answers["/hook"], reason = BROKEN[broken]
+    outcome = caller.post(web.url("/hook?token=hunter2"))
+    if not reason:
+        assert outcome == Done()
+    else:
+        assert isinstance(outcome, Retry)
+        assert outcome.reason.startswith(reason)
+        assert "hunter2" not in outcome.reason
+        where = f"at 127.0.0.1:{web.port} (127.0.0.1): "
+        assert (where in outcome.reason) is (reason == "network: ")
     web.answers.clear()
-    assert caller.post(web.url()) == Done()
+    assert caller.post(web.url()) == Done(), "and no other callback suffers"
     assert web.accepted == 2, "its connection is not used again"
 
 
@@ -277,17 +271,10 @@ def test_some_interim_answers_are_skipped(web: WebServer, caller: Caller, joined
         assert reason in caller.post(web.url()).reason
 
 
-@contextmanager
-def listener() -> Iterator[int]:
-    """Yield the port of a server that accepts connections, and neither reads nor writes."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield listening.getsockname()[1]
-
-
 def test_receivers_that_do_not_read_refuse_or_have_no_address_are_network_errors() -> None:
     caller, over = Caller(), threading.Event()
-    with listener() as port:
-        outcome = caller.post(f"http://127.0.0.1:{port}/", "x" * 50_000_000)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        outcome = caller.post(f"http://127.0.0.1:{mute.getsockname()[1]}/", "x" * 50_000_000)
     assert outcome.reason.startswith("network: "), "it is given up in time"
     outcome = caller.post(f"http://127.0.0.1:{free_port()}/")
     assert "network: ConnectionRefusedError at " in outcome.reason
@@ -307,38 +294,27 @@ def test_receivers_that_do_not_read_refuse_or_have_no_address_are_network_errors
 # -- Callbacks by TLS -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def secure(tmp_path: Path) -> Iterator[tuple[WebServer, Caller, list[str]]]:
-    """A server with a certificate for one name, a caller that trusts it, and the names it asks."""
-    certificate = self_signed(tmp_path, "DNS:partner.example")
+def test_tls_callbacks_ask_for_the_certificate_of_the_name_and_are_bounded_in_time(
+    tmp_path: Path,
+) -> None:
+    certificate, asked = self_signed(tmp_path, "DNS:partner.example"), list[str]()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate.file, certificate.key)
-    asked: list[str] = []
     context.sni_callback = lambda sock, name, _: asked.append(name)
-    server = WebServer(context)
-    yield server, Caller(ca_file=str(certificate.file)), asked
-    server.close()
-
-
-def test_a_pinned_address_is_asked_for_the_certificate_of_the_hosts_name(secure: Any) -> None:
-    server, caller, asked = secure
-    assert caller.post(server.url("/", "partner.example", "https")) == Done()
-    assert asked == ["partner.example"]
-    for other, host in ((Caller(), "partner.example"), (caller, "other.example")):
-        reason = other.post(server.url("/", host, "https")).reason
-        assert reason.startswith(f"network: SSLCertVerificationError at {host}:")
-    assert len(server.received) == 1
-
-
-def test_tls_errors_are_bounded_in_time_as_well(secure: Any) -> None:
-    server, caller, _ = secure
-    head = b"HTTP/1.1 500 No\r\nContent-Length: 1000000\r\n\r\n"
-    server.answers = {"/head": drip(head[:20], b"x"), "/body": drip(head, b"x"), "/hang": hang}
-    for path, reason in (("/head", "network: "), ("/hang", "network: "), ("/body", "HTTP 500")):
-        outcome = caller.post(server.url(path, "partner.example", "https"))
-        assert outcome.reason.startswith(reason)
-    with listener() as port:
-        outcome = caller.post(f"https://partner.example:{port}/")
+    trusting, name = Caller(ca_file=str(certificate.file)), "partner.example"
+    with closing(WebServer(context)) as server:
+        assert trusting.post(server.url("/", name, "https")) == Done()
+        assert asked == [name], "and not for the address that was checked"
+        for caller, host in ((Caller(), name), (trusting, "other.example")):
+            reason = caller.post(server.url("/", host, "https")).reason
+            assert reason.startswith(f"network: SSLCertVerificationError at {host}:")
+        assert len(server.received) == 1
+        head = b"HTTP/1.1 500 No\r\nContent-Length: 1000000\r\n\r\n"
+        server.answers = {"/head": drip(head[:20], b"x"), "/body": drip(head, b"x"), "/hang": hang}
+        for path, reason in (("/head", "network: "), ("/hang", "network: "), ("/body", "HTTP 500")):
+            assert trusting.post(server.url(path, name, "https")).reason.startswith(reason)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        outcome = trusting.post(f"https://{name}:{mute.getsockname()[1]}/")
     assert outcome.reason.startswith("network: ")
 
 
