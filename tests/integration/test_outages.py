@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -20,13 +20,11 @@ from sqlalchemy import Engine, create_engine, text
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, NewTask, Status
 from delaytasks.broker.link import CONNECT_STEP_S
-from delaytasks.db import migrations
-from delaytasks.db.store import Store
 from delaytasks.model import clock as clock_module
 from delaytasks.runtime import runtime_of
 from tests.conformance.test_timers import messages
 from tests.conformance.test_waitlists import waitlist_rows
-from tests.conftest import settings_for
+from tests.conftest import new_world
 from tests.integration.conftest import Deploy
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment, quick
@@ -507,40 +505,29 @@ def test_a_silent_database_delays_no_thread_that_reads_the_clock(connect: Connec
 # -- Claims that a crash of PostgreSQL has lost, because they do not wait for the disk ------------
 
 
-@pytest.fixture
-def world(own_postgresql: PostgresServer) -> Iterator[World]:
-    """A world on a server that brings asynchronous commits to the disk after ten seconds."""
-    own_postgresql.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")
-    own_postgresql.execute("SELECT pg_reload_conf()")
-    store = Store(own_postgresql.url, settings_for(own_postgresql.url))
-    migrations.upgrade(store.database)
-    world = World(store)
-    yield world
-    world.close()
-    store.close()
-
-
 @pytest.mark.quick
 def test_a_settlement_is_on_the_disk_and_the_run_of_a_lost_claim_cannot_settle_the_next(
-    own_postgresql: PostgresServer, world: World
+    own_postgresql: PostgresServer,
 ) -> None:
-    settled, made = world.put(), world.put()
-    [ended] = world.claim(settled)
-    assert world.settle(ended, "fail", error="refused")
-    [lost] = world.claim(made)
-    own_postgresql.restart()
-    failed, found = world.read(settled), world.read(made)
-    assert (failed.status, failed.runs, failed.error) == (Status.FAILED, 1, "refused")
-    assert (found.status, found.version) == (Status.NOT_COMPLETE, made.version)
-    [again] = world.claim(made, by="worker-2")
-    assert not world.settle(lost)
-    assert world.settle(again, by="worker-2")
+    # Asynchronous commits are on the disk after ten seconds.
+    own_postgresql.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")
+    own_postgresql.execute("SELECT pg_reload_conf()")
+    with new_world(World, own_postgresql.url) as world:
+        settled, made = world.put(), world.put()
+        [ended] = world.claim(settled)
+        assert world.settle(ended, "fail", error="refused")
+        [lost] = world.claim(made)
+        own_postgresql.restart()
+        failed, found = world.read(settled), world.read(made)
+        assert (failed.status, failed.runs, failed.error) == (Status.FAILED, 1, "refused")
+        assert (found.status, found.version) == (Status.NOT_COMPLETE, made.version)
+        [again] = world.claim(made, by="worker-2")
+        assert not world.settle(lost)
+        assert world.settle(again, by="worker-2")
 
-
-def test_a_claim_with_a_limit_is_on_the_disk(own_postgresql: PostgresServer, world: World) -> None:
-    world.limit(concurrency=1)
-    tasks = [world.schedule(body=number) for number in range(2)]
-    assert len(world.claim(*tasks)) == 1
-    own_postgresql.restart()
-    assert sorted(world.statuses(tasks)) == ["HELD", "RUNNING"]
-    assert waitlist_rows(world) == 1
+        world.limit(concurrency=1)
+        tasks = [world.schedule(body=number) for number in range(2)]
+        assert len(world.claim(*tasks)) == 1
+        own_postgresql.restart()
+        assert sorted(world.statuses(tasks)) == ["HELD", "RUNNING"], "with a limit it waits"
+        assert waitlist_rows(world) == 1

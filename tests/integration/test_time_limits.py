@@ -38,9 +38,11 @@ def runs_of(d: Deployment, task: DelayedTask) -> list[str]:
 
 
 @pytest.mark.quick
-def test_a_task_beyond_its_soft_limit_is_retried_and_fails(deploy: Deploy) -> None:
+def test_a_soft_limit_retries_and_fails_a_task_and_a_hard_one_frees_its_process(
+    deploy: Deploy,
+) -> None:
     d = deploy("sqlite")
-    d.worker()
+    d.worker(concurrency=1)
     again = d.schedule("limits.soft", body={"seconds": [20, 0]})
     never = d.schedule("limits.soft", body={"seconds": 20})
     unlimited = d.schedule("limits.none", body={"seconds": 3})
@@ -59,6 +61,12 @@ def test_a_task_beyond_its_soft_limit_is_retried_and_fails(deploy: Deploy) -> No
     for error in (first.error, last.error, row.error):
         assert "time.sleep(seconds)" in (error or "")
         assert "SoftTimeLimitExceeded(0.5,)" in (error or "")
+
+    stuck = d.schedule("limits.hard", body={"seconds": [60, 0]})
+    wait_until(lambda: runs_of(d, stuck), 10, "it to begin")
+    behind = d.schedule("limits.none")
+    d.wait_for([behind], deadline_s=4)
+    d.wait_for([stuck], deadline_s=15)
 
 
 @pytest.mark.parametrize("holds_gil", [False, True], ids=["sleeps", "holds the GIL"])
@@ -97,17 +105,6 @@ def test_a_hard_limit_ends_only_its_process(deploy: Deploy, holds_gil: bool) -> 
         assert (after - began).total_seconds() < LIMIT_S + d.r2_s() + SLACK_S
     for words in ("task.timed_out", "Timeout (0:00:01)!", "tests/project.py"):
         assert words in worker.log()
-
-
-@pytest.mark.quick
-def test_a_hard_limit_soon_ends_a_long_run_and_frees_its_process(deploy: Deploy) -> None:
-    d = deploy()
-    d.worker(concurrency=1)
-    stuck = d.schedule("limits.hard", body={"seconds": [60, 0]})
-    wait_until(d.runs, 10, "it to begin")
-    behind = d.schedule("limits.none")
-    d.wait_for([behind], deadline_s=4)
-    d.wait_for([stuck], deadline_s=15)
 
 
 @pytest.mark.parametrize("pool", ["threads", "solo"])

@@ -25,7 +25,7 @@ from delaytasks.operate.health import HealthChecks
 from delaytasks.operate.state import find_overdue, server_problem
 from delaytasks.recurring.recurring import follow
 from delaytasks.runtime import runtime_of
-from tests.conftest import settings_for
+from tests.conftest import closing_all, settings_for
 from tests.running import ROOT
 from tests.services import own_database
 from tests.world.recording import delays_on, explain, record, runner_of
@@ -111,8 +111,17 @@ def grant(role_tables: RoleTables, is_pg: bool, grants: Sequence[tuple[str, str,
                 role_tables.admin(f"GRANT {privileges} ON {database}.{table} TO {account}")
 
 
-def test_a_producer_schedules_and_moves_tasks(role_tables: RoleTables) -> None:
-    delays = role_tables.delays("web")
+As = Callable[..., DelayTasks]
+
+
+@pytest.fixture
+def as_role(role_tables: RoleTables) -> Iterator[As]:
+    with closing_all(role_tables.delays) as make:
+        yield make
+
+
+def test_a_producer_schedules_moves_and_checks_tasks(role_tables: RoleTables, as_role: As) -> None:
+    delays = as_role("web")
     task = delays.schedule_delay("mail", {"n": 1}, 60, key="k")
     delays.schedule_many([("mail", {}, 60)] * 3)
     delays.schedule_delay("mail", {"n": 2}, 60, key="k", on_conflict="replace")
@@ -125,11 +134,17 @@ def test_a_producer_schedules_and_moves_tasks(role_tables: RoleTables) -> None:
     assert len(delays.find(tag="mail")) == 4
     assert delays.get(task, attempts=True).attempts == ()
     assert all(check.is_ok for check in HealthChecks(runtime_of(delays), "api").ready())
-    delays.close()
+    delays.schedule_delay("late", {}, 0)
+    late = "expected_time = '2026-01-01 00:00:00' WHERE tag = 'late'"
+    role_tables.admin(f"UPDATE yb_delay_task_message SET {late}")
+    # It may not read the table of workers.
+    [warning] = [one for one in warnings_of(delays) if "fsync" not in one]
+    role_tables.admin("DELETE FROM yb_delay_task_message WHERE tag = 'late'")
+    assert re.match("late tasks and the replication are unknown: .*denied", warning, re.DOTALL)
 
 
-def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
-    web, delays = role_tables.delays("web", horizon="5s"), role_tables.delays("worker")
+def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables, as_role: As) -> None:
+    web, delays = as_role("web", horizon="5s"), as_role("worker")
     runtime_of(delays).checks.check_ready()
     ran: list[Any] = []
 
@@ -139,7 +154,7 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
         delays.policies.pause(tag="partner", until="1h")
 
     delays.processor("bad", retries="1h")(lambda body: 1 / 0)
-    operator = role_tables.delays("operator")
+    operator = as_role("operator")
     operator.policies.set(tag="good", concurrency=2)
     operator.policies.pause(tag="bad")
     operator.policies.resume(tag="bad")
@@ -166,45 +181,20 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     assert len(ran) == 3
     assert delays.policies.list(tag="partner")[0].is_paused
     assert not counts["loop.failed"] + counts["chunk.failed"], counts
-    for made in (web, delays, operator):
-        made.close()
 
-
-def test_check_warns_if_a_role_may_not_read_the_worker_table(role_tables: RoleTables) -> None:
-    """The role of a producer that runs the deploy check."""
-    delays = role_tables.delays("web")
-    delays.schedule_delay("late", {}, 0)
-    late = "expected_time = '2026-01-01 00:00:00' WHERE tag = 'late'"
-    role_tables.admin(f"UPDATE yb_delay_task_message SET {late}")
-    try:
-        [warning] = [one for one in warnings_of(delays) if "fsync" not in one]
-    finally:
-        role_tables.admin("DELETE FROM yb_delay_task_message WHERE tag = 'late'")
-        delays.close()
-    assert warning.startswith("late tasks and the replication are unknown: ")
-    assert "denied" in warning
-
-
-def test_a_worker_that_may_not_read_the_requests_to_cancel_is_refused(
-    role_tables: RoleTables,
-) -> None:
-    delays = role_tables.delays("worker")
-    table = "yb_delay_cancel_request"
-    name = role_tables.names["worker"]
+    # Without this right, no run would be cancelled.
+    table, name = "yb_delay_cancel_request", role_tables.names["worker"]
     of = f"{make_url(role_tables.url).database}.{table} FROM '{name}'@'%'"
     if role_tables.url.startswith("postgresql"):
         of = f"{table} FROM {name}"
     role_tables.admin(f"REVOKE SELECT ON {of}")
-    try:
-        with pytest.raises(ConfigError, match=rf"(?s){table} cannot be read.*denied.*{table}"):
-            runtime_of(delays).checks.check_ready()
-    finally:
-        role_tables.admin(f"GRANT SELECT ON {of.replace(' FROM ', ' TO ')}")
-        delays.close()
+    with pytest.raises(ConfigError, match=rf"(?s){table} cannot be read.*denied.*{table}"):
+        runtime_of(delays).checks.check_ready()
+    role_tables.admin(f"GRANT SELECT ON {of.replace(' FROM ', ' TO ')}")
 
 
-def test_a_console_reads_and_an_operator_pauses_and_moves_many(role_tables: RoleTables) -> None:
-    web, delays = role_tables.delays("web"), role_tables.delays("console")
+def test_a_console_reads_and_an_operator_pauses_and_moves_many(as_role: As) -> None:
+    web, delays = as_role("web"), as_role("console")
     store = runtime_of(delays).store
     task = web.schedule_delay("mail", {}, 60)
     web.schedule_many([("many", {}, 60)] * 3)
@@ -215,13 +205,11 @@ def test_a_console_reads_and_an_operator_pauses_and_moves_many(role_tables: Role
     assert delays.find() is not None
     assert delays.policies.list() is not None
     assert store.workers.all() is not None
-    operator = role_tables.delays("operator")
+    operator = as_role("operator")
     assert operator.bulk.cancel(tag="many").changed == 3
     assert operator.bulk.rerun(tag="many", status="CANCELLED").changed == 3
     operator.policies.pause(queue="slow")
     operator.policies.resume(queue="slow")
-    for made in (web, delays, operator):
-        made.close()
 
 
 #: What a role must not do, since another one does it.

@@ -17,7 +17,7 @@ import pytest
 import requests
 from prometheus_client import CollectorRegistry, Counter, start_http_server
 
-from delaytasks import DelayedTask, DelayTasks
+from delaytasks import DelayedTask
 from delaytasks.operate.monitoring import read_file
 from tests.integration.conftest import Deploy
 from tests.running import Deployment
@@ -79,8 +79,22 @@ def names_in(text: str) -> set[str]:
     return set(re.findall(r"delaytasks_\w+", text))
 
 
-def count_scheduled(delays: DelayTasks, port: int) -> Iterator[None]:
-    """Serve the number of tasks that this process schedules, as the documentation says."""
+@pytest.fixture
+def scraped(deploy: Deploy) -> Iterator[tuple[Deployment, PrometheusServer]]:
+    """Start all processes of a deployment, and a Prometheus that scrapes them."""
+    # Expressions about the timer `redis` have results, too.
+    d = deploy(timer="redis", horizon=900)
+    d.schedule("test.quiet", 3600)  # the first forecast has this peak
+    d.schedule("test.quiet", 800)
+    d.schedule("test.quiet", queue="nobody")
+    prometheus = PrometheusServer(d.folder)
+    command = ["serve", "--metrics", str(prometheus.ports["exporter"])]
+    d.python("exporter", "delaytasks", *command).wait_for("metrics at", 30)
+    d.beat()
+    for pool in POOLS:
+        d.worker(pool=pool, DELAYTASKS_METRICS=str(prometheus.ports[pool]))
+
+    # This process serves the number of tasks that it schedules, as the documentation says.
     registry = CollectorRegistry()
     about = "Tasks that this process has scheduled."
     scheduled = Counter("delaytasks_scheduled_total", about, ["tag"], registry=registry)
@@ -89,40 +103,18 @@ def count_scheduled(delays: DelayTasks, port: int) -> Iterator[None]:
         if name == "task.scheduled":
             scheduled.labels(fields["tag"]).inc(fields.get("count", 1))
 
-    delays.events.subscribe(count)
-    server, _ = start_http_server(port, "127.0.0.1", registry)
-    yield
+    d.delays.events.subscribe(count)
+    server, _ = start_http_server(prometheus.ports["producer"], "127.0.0.1", registry)
+    yield d, prometheus
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture
-def d(deploy: Deploy) -> Deployment:
-    # Expressions about the timer `redis` have results, too.
-    d = deploy(timer="redis", horizon=900)
-    d.schedule("test.quiet", 3600)  # the first forecast has this peak
-    d.schedule("test.quiet", 800)
-    d.schedule("test.quiet", queue="nobody")
-    return d
-
-
-@pytest.fixture
-def prometheus(d: Deployment) -> Iterator[PrometheusServer]:
-    """Start all processes of a deployment, and a Prometheus that scrapes them."""
-    prometheus = PrometheusServer(d.folder)
-    command = ["serve", "--metrics", str(prometheus.ports["exporter"])]
-    d.python("exporter", "delaytasks", *command).wait_for("metrics at", 30)
-    d.beat()
-    for pool in POOLS:
-        d.worker(pool=pool, DELAYTASKS_METRICS=str(prometheus.ports[pool]))
-    for _ in count_scheduled(d.delays, prometheus.ports["producer"]):
-        yield prometheus
     prometheus.stop()
 
 
 def test_every_expression_of_the_dashboard_has_a_result(
-    d: Deployment, prometheus: PrometheusServer
+    scraped: tuple[Deployment, PrometheusServer],
 ) -> None:
+    d, prometheus = scraped
     followers: list[DelayedTask] = []
 
     def is_counted(query: str, number: int) -> bool:
