@@ -85,7 +85,7 @@ class Deployment:
         self.folder = folder
         self.file = folder / "runs.txt"
         self.file.touch()
-        name = "t" + secrets.token_hex(4)
+        name: str = settings.get("namespace", "t" + secrets.token_hex(4))
         self.settings = {**QUICK, "namespace": name, "table_prefix": name + "_", **settings}
         self.conf = {"broker_url": broker_url, "broker_connection_retry_on_startup": True}
         self.conf |= {**(conf or {}), "task_default_queue": f"{name}.celery"}

@@ -8,7 +8,6 @@ import re
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.running import ROOT, Process, clean_environment, marked
+from tests.running import ROOT, Process, clean_environment, marked, output_of
 from tests.waiting import wait_until
 
 DELAYTASKS = [sys.executable, "-c", "from delaytasks.cli.main import main; main()"]
@@ -78,9 +77,7 @@ class UserFolder:
     def run(self, *arguments: str) -> Any:
         """Run a command in another shell of the folder."""
         words = [*DELAYTASKS, *self.app, *arguments, "--json"]
-        done = subprocess.run(words, cwd=self.folder, env=self.env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        return json.loads(output_of(words, self.folder, self.env))
 
     def schedule(self, delay_s: float, **body: Any) -> str:
         task = self.run("schedule", "note", json.dumps(body), "--delay", f"{delay_s:g}")

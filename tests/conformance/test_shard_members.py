@@ -1,4 +1,4 @@
-"""`Shards`: several databases as one, here SQLite files. tests/acceptance/test_shards.py has
+"""`Shards`: several databases as one, here SQLite files. tests/integration/test_shards.py has
 servers and workers."""
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ ENCRYPTION_KEYS = [new_key(), new_key()]
 HIDDEN = (SECRET, KEY, KEY.removeprefix("whsec_"), *ENCRYPTION_KEYS)
 
 
-@pytest.fixture
-def d(deploy: Deploy, postgresql_url: str, start_redis: Callable[..., RedisServer]) -> Deployment:
+def test_secrets_and_bodies_appear_in_no_output(
+    deploy: Deploy, postgresql_url: str, start_redis: Callable[..., RedisServer], web: WebServer
+) -> None:
     server = start_redis()
     server.client().config_set("requirepass", SECRET)
     redis_url = server.url.replace("redis://", f"redis://:{SECRET}@")
@@ -46,11 +47,7 @@ def d(deploy: Deploy, postgresql_url: str, start_redis: Callable[..., RedisServe
     database = make_url(postgresql_url).set(password=SECRET).render_as_string(hide_password=False)
     settings: dict[str, Any] = {"callback_secrets": [KEY], "callback_allow": ["127.0.0.1"]}
     settings |= {"callback_broker_url": f"amqp://u:{SECRET}@127.0.0.1:1//", "timer": redis_url}
-    made: Deployment = deploy(database, redis_url, encryption_keys=ENCRYPTION_KEYS, **settings)
-    return made
-
-
-def test_secrets_and_bodies_appear_in_no_output(d: Deployment, web: WebServer) -> None:
+    d = deploy(database, redis_url, encryption_keys=ENCRYPTION_KEYS, **settings)
     delays, worker, beat = d.delays, d.worker("-E"), d.beat()
     web.answers["/"] = answer(500, b"busy")
     hidden, closed = {"Authorization": BODY, "X-Key": BODY}, "http://127.0.0.1:1/"

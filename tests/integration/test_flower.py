@@ -6,7 +6,6 @@ import html
 import json
 import re
 import secrets
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from tests.doc_pages import block_beginning
 from tests.integration.conftest import Deploy
-from tests.running import Deployment, delete_keys
+from tests.running import Deployment
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -28,19 +27,7 @@ HOSTILE = "<script>document.title = 'owned'</script>"
 class FlowerSite(Deployment):
     """Flower and a worker on a broker that other tests use too, under names of their own."""
 
-    def __init__(
-        self, folder: Path, database_url: str, broker_url: str, conf: Any, **settings: Any
-    ) -> None:
-        self.token = "t" + secrets.token_hex(4)
-        # Flower switches on the events of all workers that receive its command. The exchanges of
-        # this test are its own, so the workers of other tests do not receive it.
-        own: dict[str, Any] = {
-            "event_exchange": f"{self.token}.ev",
-            "control_exchange": f"{self.token}.control",
-        }
-        own |= {"task_send_sent_event": True, **conf}
-        super().__init__(folder, database_url, broker_url, own, **settings)
-        self.url = ""
+    url = ""
 
     def page(self, path: str) -> str:
         answer = requests.get(f"{self.url}{path}", timeout=10)
@@ -75,16 +62,20 @@ class FlowerSite(Deployment):
     def close(self) -> None:
         with runtime_of(self.delays).celery.connection_for_write() as connection:
             if connection.transport.driver_type == "amqp":
-                control = f"{self.token}.control.pidbox"
-                for name in (f"{self.token}.ev", control, f"reply.{control}"):
+                control = f"{self.conf['control_exchange']}.pidbox"
+                for name in (self.conf["event_exchange"], control, f"reply.{control}"):
                     connection.default_channel.exchange_delete(name)
-            delete_keys(connection, self.token)
         super().close()
 
 
 @pytest.mark.parametrize(("broker", "pool"), [("redis", "prefork"), ("rabbitmq", "threads")])
 def test_each_row_is_a_task_named_by_its_tag(deploy: Deploy, broker: str, pool: str) -> None:
-    site = deploy("postgresql", broker, kind=FlowerSite, _self_sweep_s=60)
+    # Flower switches on the events of all workers that receive its command. The exchanges of this
+    # test are its own, so the workers of other tests do not receive it.
+    own = "t" + secrets.token_hex(4)
+    conf: dict[str, Any] = {"event_exchange": f"{own}.ev", "control_exchange": f"{own}.control"}
+    conf |= {"task_send_sent_event": True}
+    site = deploy("postgresql", broker, conf, kind=FlowerSite, namespace=own, _self_sweep_s=60)
     site.url = site.flower("--enable-events=False")
     site.worker(pool=pool)
     name = site.node(1)

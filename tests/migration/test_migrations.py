@@ -54,12 +54,6 @@ def schema_differences(database: Database, prefix: str, schema: str | None) -> l
         return found
 
 
-def shape_of(database: Database, name: str) -> str:
-    with database.begin() as connection:
-        inspector = inspect(connection)
-        return repr((inspector.get_columns(name), inspector.get_indexes(name)))
-
-
 def emptied(url: str) -> Iterator[Database]:
     database = Database(url)
     create_sqlite_file(database.url)
@@ -133,10 +127,11 @@ def execute(database: Database, statements: str) -> None:
 
 def test_a_task_table_of_another_shape_is_left_unchanged(database: Database) -> None:
     execute(database, f"CREATE TABLE {TASKS} (id bigint PRIMARY KEY, tag varchar(9))")
-    before = shape_of(database, TASKS)
     with pytest.raises(ConfigError, match=r"without the columns message_body, status, .*already"):
         migrations.upgrade(database, PREFIX)
-    assert shape_of(database, TASKS) == before
+    with database.begin() as connection:
+        assert [each["name"] for each in inspect(connection).get_columns(TASKS)] == ["id", "tag"]
+        assert inspect(connection).get_indexes(TASKS) == []
     assert migrations.current(database, PREFIX) is None
 
 

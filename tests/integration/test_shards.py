@@ -8,15 +8,12 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from delaytasks import DelayedTask, NewTask, Shards, Status
 from delaytasks.model.clock import shard_of
-from tests.running import Deployment
+from tests.integration.conftest import Deploy
 from tests.services import own_database
 from tests.waiting import wait_until
 
@@ -26,23 +23,18 @@ TASKS = 300
 
 
 @pytest.fixture
-def members(
-    postgresql_url: str, mysql_url: str, redis_url: str, tmp_path: Path
-) -> Iterator[list[Deployment]]:
+def second_url(postgresql_url: str) -> Iterator[str]:
+    url, drop = own_database(postgresql_url, "_second")
+    yield url
+    drop()
+
+
+def test_each_worker_runs_the_tasks_of_its_database(second_url: str, deploy: Deploy) -> None:
     name = "s" + secrets.token_hex(4)
-    with ExitStack() as stack:
-        second, drop = own_database(postgresql_url, "_second")
-        stack.callback(drop)
-        made = []
-        for number, url in enumerate((postgresql_url, second, mysql_url)):
-            (folder := tmp_path / str(number)).mkdir()
-            own: dict[str, Any] = {"namespace": f"{name}-{number}", "table_prefix": f"{name}_"}
-            deployment = Deployment(folder, url, redis_url, shard=number, **own)
-            made.append(stack.enter_context(closing(deployment)))
-        yield made
-
-
-def test_each_worker_runs_the_tasks_of_its_database(members: list[Deployment]) -> None:
+    members = [
+        deploy(url, folder=str(n), shard=n, namespace=f"{name}-{n}", table_prefix=f"{name}_")
+        for n, url in enumerate(("postgresql", second_url, "mysql"))
+    ]
     first, shards = members[0], Shards(member.delays for member in members)
     for number, member in enumerate(members):
         own = {"SHARD": str(number), "NAMESPACE": member.settings["namespace"]}
