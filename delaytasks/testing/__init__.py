@@ -3,8 +3,7 @@
 See docs/testing.md. pytest finds the fixtures of the package `pytest_delaytasks` by itself.
 """
 
-from delaytasks.testing.runs import Run
 from delaytasks.testing.simulated import SentTask
-from delaytasks.testing.tester import ANY, DelaysTester, create_tables
+from delaytasks.testing.tester import ANY, DelaysTester, Run, create_tables
 
 __all__ = ["ANY", "DelaysTester", "Run", "SentTask", "create_tables"]

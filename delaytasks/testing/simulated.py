@@ -1,10 +1,9 @@
-"""What takes the place of production's parts in a test: the time, the connections, the broker and
-HTTP."""
+"""What takes the place of production in a test: the time, the connections and the processors."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -22,7 +21,6 @@ from delaytasks.db.engines import TRIES
 from delaytasks.db.sessions import ConnectionSource, synchronous
 from delaytasks.model.clock import Clock, from_us, to_us, wall_ms
 from delaytasks.model.errors import ConfigError, SessionUnusableError
-from delaytasks.model.task import Entry
 from delaytasks.registry import ProcessorSpec, Registry
 
 if TYPE_CHECKING:
@@ -226,31 +224,6 @@ class SentTask:
         args, kwargs, _ = decode(message.body, headers=headers, accept={kind}, **encoding).payload
         name, queue = headers["task"], options["routing_key"]
         return cls(name, headers["id"], list(args), dict(kwargs), queue, headers)
-
-
-class NoTimer:
-    """Arms nothing, since the test itself runs the tasks."""
-
-    is_up = True
-
-    def arm(self, entries: Iterable[Entry]) -> bool:
-        return True
-
-    def request_drain(self, *_: Any) -> bool:
-        return True
-
-
-class RecordingLink:
-    """Keeps the messages of Celery tasks."""
-
-    def __init__(self, sent: list[SentTask]) -> None:
-        self._sent = sent
-
-    def publish(self, messages: Sequence[Outgoing]) -> list[Exception | None]:
-        self._sent += map(SentTask.of, messages)
-        return [None] * len(messages)
-
-    def close(self) -> None: ...
 
 
 class SequentialRegistry(Registry):

@@ -1,5 +1,5 @@
-"""`DelaysTester`, with which users test their code: it runs tasks, travels in time and records
-messages."""
+"""`DelaysTester`, with which users test their code: it runs tasks on a clock that the test sets,
+records messages, and compares what was scheduled with what a test expects."""
 
 from __future__ import annotations
 
@@ -7,27 +7,33 @@ import asyncio
 import contextvars
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from sqlalchemy import select
+
+from delaytasks.broker.link import Outgoing
 from delaytasks.celery import current_delays
 from delaytasks.db.database import is_on_the_loop
+from delaytasks.db.engines import masked
 from delaytasks.db.migrations import url_of
 from delaytasks.db.store import Store
 from delaytasks.loops import twin
-from delaytasks.model.inputs import Delay, check_delay, check_instant
-from delaytasks.model.moves import WAITING, Done, Outcome, Status
-from delaytasks.model.task import DelayedTask
-from delaytasks.model.text import count
+from delaytasks.model.clock import STARTED_MS, from_us
+from delaytasks.model.errors import ConfigError, UnknownTagError
+from delaytasks.model.inputs import MAX_PRIORITY, Delay, check_delay, check_instant
+from delaytasks.model.moves import LIVE, WAITING, Done, Outcome, Status
+from delaytasks.model.task import DelayedTask, Settlement
+from delaytasks.model.text import DEFERRALS, count
 from delaytasks.operate.texts import show_from_now
 from delaytasks.run.calls import result_of, run_coroutine
+from delaytasks.run.observers import Observer
 from delaytasks.runtime import Runtime, runtime_of
-from delaytasks.testing.runs import Run, TestRunner
 from delaytasks.testing.simulated import (
     BorrowedDatabase,
-    NoTimer,
-    RecordingLink,
     SentTask,
     SequentialRegistry,
     SettableClock,
@@ -44,6 +50,150 @@ if TYPE_CHECKING:
 
     from delaytasks.callbacks.sending import Callback, Message
     from delaytasks.client import DelayTasks
+
+
+# -- What ran in a test, and the loop that runs it on a clock that the test sets -------------------
+
+
+#: The most tasks that one chunk claims.
+CHUNK_ROWS = 100
+#: One call runs no more tasks than this: a task that schedules itself would never let it end.
+MAX_RUNS = 10_000
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a task.
+
+    Attributes
+    ----------
+    task
+        The task as it was when the run began.
+    outcome
+        What became of the task: `"succeed"`, `"fail"`, `"schedule_retry"`, `"snooze"`,
+        `"withdraw"` (cancelled), `"expire"`, or `"give_back"` if it could not run.
+    at
+        The time of the run by the test's clock.
+    error
+        The exception that the processor raised, or None.
+    """
+
+    task: DelayedTask
+    outcome: str
+    at: datetime
+    error: BaseException | None = None
+
+
+class TestRunner(Observer):
+    """Sweeps and runs for one tester, and keeps the runs."""
+
+    __test__ = False
+
+    def __init__(self, runtime: Runtime, clock: SettableClock) -> None:
+        self.runs: list[Run] = []
+        self._runtime, self._clock = runtime, clock
+        self._runner = processes_of(runtime.celery).build_runner(self)
+        #: When to look again at the waitlists of limited tags.
+        self._rechecks: list[datetime] = []
+        #: The number of runs before the call that is under way.
+        self._earlier = 0
+        self._has_looked = False
+
+    def ended(self, settlement: Settlement, took_s: float, error: BaseException | None) -> None:
+        self.runs.append(Run(settlement.task, settlement.move, self._clock.now(), error))
+
+    def not_called(self, settlement: Settlement, claimed: datetime) -> None:
+        error, why = None, settlement.error or ""
+        if settlement.move != "expire":
+            if why.startswith(DEFERRALS["no_processor"]):
+                why += "; if the task is of another application, give the tests a database of "
+                why += "their own"
+            error = UnknownTagError(why, "tag")
+        self.ended(settlement, 0, error)
+
+    def new_runs(self, work: Callable[[], None]) -> list[Run]:
+        """Do the work, and return the runs of it."""
+        if not self._has_looked:
+            if self._clock.now_us() >= STARTED_MS * 1000:  # else this test's own tasks look older
+                _refuse_earlier_tasks(self._runtime.store)
+            self._has_looked = True
+        self._earlier = len(self.runs)
+        work()
+        return self.runs[self._earlier :]
+
+    def run_due(self) -> None:
+        """Run what is due now, until nothing is left."""
+        if self._runtime.registry.schedules:
+            from delaytasks.recurring.recurring import follow
+
+            follow(self._runtime)
+        self._runtime.make_recurring_tasks()
+        self._runtime.sweeper.release_resumed()
+        while self._pass():
+            if len(self.runs) - self._earlier > MAX_RUNS:
+                raise AssertionError(
+                    f"more than {MAX_RUNS:,} tasks ran in one call, and more are due: does a "
+                    "processor schedule its own task again? Otherwise go forward in smaller steps"
+                )
+
+    def fast_forward(self, until: datetime) -> None:
+        """Run everything that falls due up to `until`, each at its due time, and end there."""
+        self.run_due()
+        while (at := self._next_due(until)) is not None:
+            self._clock.move_to(at)
+            self.run_due()
+            if any(run.outcome == "give_back" for run in self.runs[self._earlier :]):
+                return
+        if self._clock.now() < until:
+            self._clock.move_to(until)
+            self.run_due()
+
+    def _pass(self) -> bool:
+        """Run a chunk of each queue; return whether a task was claimed, and ran or was held."""
+        has_claimed = False
+        self._rechecks = []
+        for queue in sorted({level.queue for level in self._runtime.store.sweeps.levels(0)}):
+            report = self._runner.run_due(queue, range(MAX_PRIORITY + 1), CHUNK_ROWS)
+            has_claimed |= report.claimed > 0
+            self._rechecks += [
+                self._clock.now() + timedelta(seconds=waitlist.recheck_s)
+                for waitlist in report.waitlists
+                if not waitlist.open
+            ]
+        return has_claimed
+
+    def _next_due(self, until: datetime) -> datetime | None:
+        """Return the next time at which something is to do, up to `until`."""
+        runtime, now = self._runtime, self._clock.now()
+        sweeps, settings = runtime.store.sweeps, runtime.settings
+        times = [from_us(task.due_us) for task in sweeps.first_due_between(now, until, 1)]
+        next_occurrence = sweeps.first_occurrence()
+        if next_occurrence is not None:
+            made_at = next_occurrence - timedelta(seconds=settings.recurring_lead_s)
+            # What could not be made now is tried again as often as beat sweeps.
+            again = now + timedelta(seconds=settings.sweep_s)
+            times.append(made_at if made_at > now else again)
+        times += self._rechecks
+        times += [at for at in runtime.policy_cache.known.ends if at > now]
+        return min((at for at in times if at <= until), default=None)
+
+
+def _refuse_earlier_tasks(store: Store) -> None:
+    """Raise an error if the database has live tasks that were scheduled before this process began.
+
+    They are probably those of a running application, and the test would run them.
+    """
+    t = store.schema.tasks.c
+    is_earlier = t.status.in_(sorted(map(int, LIVE))), t.create_time < from_us(STARTED_MS * 1000)
+    query = select(t.tag, t.id).where(*is_earlier).limit(1)
+    url, earlier = store.database.autocommitted(lambda c: (c.engine.url, c.execute(query).first()))
+    if earlier is not None:
+        raise ConfigError(
+            f"the database {masked(url)} has live tasks that were scheduled before "
+            f"these tests began, such as {earlier.id} (tag {earlier.tag!r}), and a test "
+            "would run them: give the tests a database of their own, or begin with "
+            "tester.clear() if earlier tests left them"
+        )
 
 
 # -- Compares what was scheduled with what a test expects, and describes the difference -----------
@@ -198,7 +348,7 @@ class DelaysTester:
             opening.enter_context(simulated_time(self._clock))
             #: Runs the coroutines of processors if the test has no loop of its own.
             self._loop = opening.enter_context(closing(asyncio.new_event_loop()))
-            self._runner = TestRunner(runtime, processes_of(runtime.celery), self._clock)
+            self._runner = TestRunner(runtime, self._clock)
             self._opened = opening.pop_all()
         return self
 
@@ -448,18 +598,24 @@ class DelaysTester:
         runtime.store = Store(url, settings, runtime.cipher, database, remedy)
         runtime.clock = self._clock
         runtime.registry = SequentialRegistry(runtime.registry)
-        runtime.timer = runtime.producer_timer = NoTimer()
-        runtime.producer.call_timer = lambda call, entries: call(entries)
+        # Arms nothing, since the test itself runs the tasks.
+        timer: Any = SimpleNamespace(is_up=True, arm=lambda entries: True)
+        runtime.timer = runtime.producer_timer = timer
         runtime.direct_timer = runtime.redis_timer = None
         callbacks: Any = _keeping(self.sent_callbacks)
         callbacks.content = runtime.http_callbacks.content  # checks them as in production
         runtime.http_callbacks = callbacks
         runtime.queue_callbacks = _keeping(self.sent_messages)
-        link: Any = RecordingLink(self.sent_tasks)
+        link: Any = SimpleNamespace(publish=self._keep_tasks, close=lambda: None)
         runtime.confirming_links = link
         if source is not None:
             runtime.processor_contexts = [source.around_processor, *runtime.processor_contexts]
             runtime.in_framework = source.in_framework or runtime.in_framework
+
+    def _keep_tasks(self, messages: Sequence[Outgoing]) -> list[Exception | None]:
+        """Keep the messages of Celery tasks, as if the broker had them."""
+        self.sent_tasks += map(SentTask.of, messages)
+        return [None] * len(messages)
 
     @property
     def _started(self) -> TestRunner:

@@ -271,7 +271,7 @@ def test_a_task_that_schedules_itself_forever_is_an_error(shop: Shop, tester: De
     shop.delays.processor("loop")(lambda body: shop.delays.schedule_delay("loop", 1, 0) and None)
     shop.delays.schedule_delay("loop", 1, 0)
     again = pytest.raises(AssertionError, match="schedule its own task again")
-    with mock.patch("delaytasks.testing.runs.MAX_RUNS", 20), again:
+    with mock.patch("delaytasks.testing.tester.MAX_RUNS", 20), again:
         tester.run_due()
 
 
