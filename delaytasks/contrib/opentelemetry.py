@@ -6,20 +6,19 @@ OpenTelemetry's collector scrapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from delaytasks.model.text import needs_extra
 
 with needs_extra("opentelemetry", "delaytasks.contrib.opentelemetry"):
-    from opentelemetry import context as otel_context
     from opentelemetry import trace
     from opentelemetry.context import Context
-    from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, TracerProvider
+    from opentelemetry.trace import Link, SpanKind, Status, StatusCode, TracerProvider
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from delaytasks.contrib.run_signals import connect_runs
+from delaytasks.contrib.run_signals import OnEnd, follow_runs, messaging_fields
 from delaytasks.db.producer import trace_sources
 from delaytasks.model.inputs import MAX_VALUE_LENGTH
 from delaytasks.model.task import DelayedTask
@@ -39,26 +38,17 @@ _TRACE_CONTEXT = TraceContextTextMapPropagator()
 
 
 def _attributes(tasks: Sequence[DelayedTask], operation: str) -> Mapping[str, str | int]:
-    """Return the attributes of a span about one task or about several ones of a tag.
-
-    They follow OpenTelemetry's conventions for messaging. The body is left out, because it may be
-    confidential.
-    """
+    """Return the attributes of a span about one task or about several ones of a tag."""
     task = tasks[0]
-    found: dict[str, str | int] = {
-        "messaging.system": "delaytasks",
+    found = {
+        **messaging_fields(tasks),
         "messaging.operation.name": operation,
         "messaging.operation.type": "create" if operation == CREATE else operation,
-        "messaging.destination.name": task.queue,
         "delaytasks.tag": task.tag,
     }
-    if len(tasks) > 1:
-        found["messaging.batch.message_count"] = len(tasks)
-        return found
-    found["messaging.message.id"] = str(task.id)
-    if task.key is not None:
+    if len(tasks) == 1 and task.key is not None:
         found["delaytasks.key"] = task.key
-    if operation == PROCESS:
+    if len(tasks) == 1 and operation == PROCESS:
         found["delaytasks.attempt"] = task.runs
     return found
 
@@ -69,14 +59,12 @@ class _Tracing:
     def __init__(self, tracer_provider: TracerProvider | None, continues_trace: bool) -> None:
         self._tracer = trace.get_tracer("delaytasks", tracer_provider=tracer_provider)
         self._continues_trace = continues_trace
-        #: The span of the run of each context, and the token that ends its context.
-        self._run = ContextVar[tuple[Span, Any] | None]("delaytasks_opentelemetry", default=None)
-        self._disconnect = connect_runs(self.started, self.ended, self.left)
+        self._unfollow = follow_runs(self.run)
         trace_sources.append(self.scheduled)
 
     def end(self) -> None:
         trace_sources.remove(self.scheduled)
-        self._disconnect()
+        self._unfollow()
 
     def scheduled(self, tag: str, tasks: Sequence[DelayedTask]) -> Mapping[str, str]:
         """Make the producer span of a call, and return its context for the meta of the tasks."""
@@ -87,7 +75,9 @@ class _Tracing:
             _TRACE_CONTEXT.inject(carrier)
         return {name: text for name, text in carrier.items() if len(text) <= MAX_VALUE_LENGTH}
 
-    def started(self, request: Any) -> None:
+    @contextmanager
+    def run(self, request: Any) -> Iterator[OnEnd]:
+        """Make the consumer span of a run."""
         tasks: Sequence[DelayedTask] = request.delay_tasks
         contexts = [_TRACE_CONTEXT.extract(task.meta, Context()) for task in tasks]
         creators = [trace.get_current_span(one).get_span_context() for one in contexts]
@@ -95,34 +85,24 @@ class _Tracing:
         links = [Link(creator) for creator in by_span.values()]
         is_child = self._continues_trace and len(links) == 1
         # An empty context begins a new trace: that of the call may have ended days ago.
-        span = self._tracer.start_span(
+        with self._tracer.start_as_current_span(
             f"{PROCESS} {tasks[0].tag}",
             contexts[0] if is_child else Context(),
             kind=SpanKind.CONSUMER,
             links=() if is_child else links,
             attributes=_attributes(tasks, PROCESS),
-        )
-        self._run.set((span, otel_context.attach(trace.set_span_in_context(span))))
+        ) as span:
 
-    def ended(self, request: Any, state: str, error: BaseException | None) -> None:
-        if (run := self._run.get()) is None:
-            return
-        span, _ = run
-        task: DelayedTask = request.delay_task
-        if len(request.delay_tasks) == 1:
-            span.set_attribute("delaytasks.outcome", OUTCOME_OF_STATE[state])
-        if state in ("FAILURE", "RETRY") and error is not None:
-            span.record_exception(error, {"messaging.message.id": str(task.id)})
-        if state == "FAILURE":
-            span.set_status(Status(StatusCode.ERROR, str(error)))
-            span.set_attribute("error.type", type(error).__qualname__)
+            def ended(task: DelayedTask, state: str, error: BaseException | None) -> None:
+                if len(tasks) == 1:
+                    span.set_attribute("delaytasks.outcome", OUTCOME_OF_STATE[state])
+                if error is not None:
+                    span.record_exception(error, {"messaging.message.id": str(task.id)})
+                if state == "FAILURE":
+                    span.set_status(Status(StatusCode.ERROR, str(error)))
+                    span.set_attribute("error.type", type(error).__qualname__)
 
-    def left(self, _: Any) -> None:
-        if (run := self._run.get()) is not None:
-            span, token = run
-            self._run.set(None)
-            otel_context.detach(token)
-            span.end()
+            yield ended
 
 
 _tracing: _Tracing | None = None

@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from celery import signals
 
-#: Is called with the request of a run that begins.
-OnStart = Callable[[Any], None]
-#: Is called with the request of a task that ended, with the state in Celery, such as FAILURE, and
-#: with its exception or None.
-OnEnd = Callable[[Any, str, BaseException | None], None]
+from delaytasks.model.task import DelayedTask
+
+#: Is called with a task that ended, with its state in Celery, such as FAILURE, and with its
+#: exception or None.
+OnEnd = Callable[[DelayedTask, str, BaseException | None], None]
+
+#: The signal of each state in which a task ends, and its field that has the exception.
+_ENDS = (
+    (signals.task_success, "SUCCESS", ""),
+    (signals.task_failure, "FAILURE", "exception"),
+    (signals.task_retry, "RETRY", "reason"),
+    (signals.task_revoked, "REVOKED", ""),
+)
 
 
-def connect_runs(started: OnStart, ended: OnEnd, left: OnStart) -> Callable[[], None]:
-    """Call functions for each run of a delayed task in this process, in the context of the run.
-
-    Celery logs their exceptions.
+def follow_runs(around: Callable[[Any], AbstractContextManager[OnEnd]]) -> Callable[[], None]:
+    """Enter `around(request)` around each run of a delayed task in this process.
 
     Parameters
     ----------
-    started
-        Called before the processor.
-    ended
-        Called after the processor, for each task of a batch.
-    left
-        Called last, with the request of `started`.
+    around
+        Is called with the request in Celery. The value of its context is called for each task of
+        the run, after the processor. Celery logs exceptions.
 
     Returns
     -------
     callable
-        Ends the calls.
+        Ends this.
     """
-
     connected = ExitStack()
+    #: The run of each context.
+    current = ContextVar[tuple[ExitStack, OnEnd] | None]("delaytasks_followed_run", default=None)
 
     def connect(signal: Any, call: Callable[[Any, dict[str, Any]], None]) -> None:
         def receive(sender: Any = None, **fields: Any) -> None:
@@ -46,10 +52,33 @@ def connect_runs(started: OnStart, ended: OnEnd, left: OnStart) -> Callable[[], 
         signal.connect(receive, weak=False)
         connected.callback(signal.disconnect, receive)
 
-    connect(signals.task_prerun, lambda request, _: started(request))
-    connect(signals.task_success, lambda request, _: ended(request, "SUCCESS", None))
-    connect(signals.task_failure, lambda r, fields: ended(r, "FAILURE", fields["exception"]))
-    connect(signals.task_retry, lambda r, fields: ended(r, "RETRY", fields["reason"]))
-    connect(signals.task_revoked, lambda request, _: ended(request, "REVOKED", None))
-    connect(signals.task_postrun, lambda request, _: left(request))
+    def begin(request: Any, _: Any) -> None:
+        run = ExitStack()
+        current.set((run, run.enter_context(around(request))))
+
+    def end(state: str, error: str, request: Any, fields: dict[str, Any]) -> None:
+        if (found := current.get()) is not None:
+            _, ended = found
+            ended(request.delay_task, state, fields.get(error))
+
+    def leave(request: Any, _: Any) -> None:
+        if (found := current.get()) is not None:
+            current.set(None)
+            found[0].close()
+
+    connect(signals.task_prerun, begin)
+    for signal, state, error in _ENDS:
+        connect(signal, partial(end, state, error))
+    connect(signals.task_postrun, leave)
     return connected.close
+
+
+def messaging_fields(tasks: Sequence[DelayedTask]) -> Mapping[str, str | int]:
+    """Return what a span says about a message: one task, or several ones of a tag.
+
+    The names are OpenTelemetry's. The body is left out, because it may be confidential.
+    """
+    found = {"messaging.system": "delaytasks", "messaging.destination.name": tasks[0].queue}
+    if len(tasks) > 1:
+        return {**found, "messaging.batch.message_count": len(tasks)}
+    return {**found, "messaging.message.id": str(tasks[0].id)}

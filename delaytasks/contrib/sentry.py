@@ -5,9 +5,8 @@ Needs the extra `sentry`. See docs/monitor.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from celery import signals
@@ -20,7 +19,7 @@ with needs_extra("sentry", "delaytasks.contrib.sentry"):
     from sentry_sdk.scope import add_global_event_processor
     from sentry_sdk.utils import event_from_exception
 
-from delaytasks.contrib.run_signals import connect_runs
+from delaytasks.contrib.run_signals import OnEnd, follow_runs, messaging_fields
 from delaytasks.db.producer import trace_sources
 from delaytasks.model.inputs import MAX_VALUE_LENGTH
 from delaytasks.model.task import DelayedTask
@@ -33,9 +32,8 @@ __all__ = ["DelayTasksIntegration"]
 ORIGIN = "auto.queue.delaytasks"
 #: The pairs of meta that carry the trace.
 TRACE_HEADERS = ("sentry-trace", "baggage")
-
-#: What is to be closed after the run of this context.
-_run: ContextVar[ExitStack | None] = ContextVar("delaytasks_sentry_run", default=None)
+#: The tag that all events of a run have.
+ID_TAG = "delaytasks.id"
 
 
 class DelayTasksIntegration(Integration):
@@ -53,7 +51,7 @@ class DelayTasksIntegration(Integration):
         """Called by `sentry_sdk.init` for the first client of a process."""
         add_global_event_processor(_drop_repeated)
         trace_sources.append(_trace_of_call)
-        connect_runs(_started, _ended, _left)
+        follow_runs(_run)
         signals.worker_process_shutdown.connect(_flush, weak=False)
 
 
@@ -70,12 +68,7 @@ def _trace_of_call(tag: str, tasks: Sequence[DelayedTask]) -> Mapping[str, str]:
     if not _is_active():
         return {}
     with sentry_sdk.start_span(op="queue.publish", name=tag, origin=ORIGIN) as span:
-        span.set_data("messaging.system", "delaytasks")
-        span.set_data("messaging.destination.name", tasks[0].queue)
-        if len(tasks) == 1:
-            span.set_data("messaging.message.id", str(tasks[0].id))
-        else:
-            span.set_data("messaging.batch.message_count", len(tasks))
+        _describe_span(span, tasks)
         trace, baggage = sentry_sdk.get_traceparent(), sentry_sdk.get_baggage()
     pairs = dict(zip(TRACE_HEADERS, (trace, baggage), strict=True))
     return {name: text for name, text in pairs.items() if text and len(text) <= MAX_VALUE_LENGTH}
@@ -84,44 +77,37 @@ def _trace_of_call(tag: str, tasks: Sequence[DelayedTask]) -> Mapping[str, str]:
 # -- runs -----------------------------------------------------------------------------------------
 
 
-def _started(request: Any) -> None:
+@contextmanager
+def _run(request: Any) -> Iterator[OnEnd]:
+    """Give a run a scope and a transaction, and report each of its tasks that failed."""
     if not _is_active():
+        yield lambda *_: None
         return
     task: DelayedTask = request.delay_task
-    stack = ExitStack()
-    scope = stack.enter_context(sentry_sdk.isolation_scope())
-    scope.clear_breadcrumbs()
-    _describe(scope, task)
     headers = {name: text for name, text in task.meta.items() if name in TRACE_HEADERS}
-    transaction = sentry_sdk.continue_trace(
-        headers, op="queue.process", name=task.tag, source="task", origin=ORIGIN
-    )
-    stack.enter_context(sentry_sdk.start_transaction(transaction))
-    span = sentry_sdk.get_current_span()
-    if span is not None:
-        span.set_data("messaging.system", "delaytasks")
-        span.set_data("messaging.destination.name", task.queue)
-        span.set_data("messaging.message.id", str(task.id))
-        span.set_data("messaging.message.retry.count", task.runs - 1)
-    _run.set(stack)
+    with sentry_sdk.isolation_scope() as scope:
+        scope.clear_breadcrumbs()
+        _describe(scope, task)
+        transaction = sentry_sdk.continue_trace(
+            headers, op="queue.process", name=task.tag, source="task", origin=ORIGIN
+        )
+        with sentry_sdk.start_transaction(transaction) as span:
+            _describe_span(span, [task])
+            span.set_data("messaging.message.retry.count", task.runs - 1)
+
+            def ended(task: DelayedTask, state: str, error: BaseException | None) -> None:
+                if state == "FAILURE" and error is not None:
+                    with sentry_sdk.new_scope() as scope:
+                        _describe(scope, task)  # of a batch's task that is not the first one
+                        _capture(task, error)
+                span.set_status("ok" if state == "SUCCESS" else "internal_error")
+
+            yield ended
 
 
-def _ended(request: Any, state: str, error: BaseException | None) -> None:
-    if _run.get() is None or not _is_active():
-        return
-    if state == "FAILURE" and error is not None:
-        with sentry_sdk.new_scope() as scope:
-            _describe(scope, request.delay_task)  # of a batch's task that is not the first one
-            _capture(request.delay_task, error)
-    span = sentry_sdk.get_current_span()
-    if span is not None:
-        span.set_status("ok" if state == "SUCCESS" else "internal_error")
-
-
-def _left(request: Any) -> None:
-    if (run := _run.get()) is not None:
-        _run.set(None)
-        run.close()
+def _describe_span(span: Any, tasks: Sequence[DelayedTask]) -> None:
+    for name, value in messaging_fields(tasks).items():
+        span.set_data(name, value)
 
 
 def _describe(scope: sentry_sdk.Scope, task: DelayedTask) -> None:
@@ -164,7 +150,7 @@ def _drop_repeated(event: Event, hint: Hint) -> Event | None:
     """
     record = (hint or {}).get("log_record")
     name = getattr(record, "event_name", None)
-    if name == "task.failed" and _run.get() is not None:
+    if name == "task.failed" and ID_TAG in event.get("tags", {}):
         return None
     if name is not None and not event.get("exception"):
         event["fingerprint"] = ["delaytasks", name, getattr(record, "event_tag", "")]
