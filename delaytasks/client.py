@@ -926,9 +926,9 @@ class DelayTasks:
         >>> for finding in delays.check():
         ...     print(finding.tag, finding.problem)
         """
-        from delaytasks.operate.checks import WaitingTasks
+        from delaytasks.operate.checks import check_waiting
 
-        return [*WaitingTasks(self._runtime).findings()]
+        return [*check_waiting(self._runtime)]
 
     acheck = twin(check)
 

@@ -36,7 +36,7 @@ from delaytasks.model.errors import (
 from delaytasks.model.text import installed_version, one_line
 from delaytasks.operate.operations import FILTERS, OPERATIONS
 from delaytasks.operate.searches import SearchTimeoutError
-from delaytasks.operate.serving import Probes
+from delaytasks.operate.serving import add_probes
 from delaytasks.recurring.definition import zone_of
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def make_console(
     app.jinja_env.trim_blocks = app.jinja_env.lstrip_blocks = True
     install_filters(app)
     requests.protect(app, ConsoleState(delays, viewers))
-    Probes(delays).add_to(app)
+    add_probes(app, delays)
     app.context_processor(_of_every_page)
     app.register_error_handler(Exception, _failed)
     return app

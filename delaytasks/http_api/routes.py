@@ -40,7 +40,7 @@ from delaytasks.operate.operations import (
     document_of,
     text,
 )
-from delaytasks.operate.serving import Probes
+from delaytasks.operate.serving import add_probes
 from delaytasks.runtime import runtime_of
 
 with needs_extra("api", "the HTTP API"):
@@ -415,7 +415,7 @@ def make_api(
         rule, perform = route.path.replace("{id}", "<id>"), partial(_perform, delays, keys, route)
         app.add_url_rule(rule, route.name, perform, methods=[route.method])
     app.add_url_rule(DOCUMENT_PATH, "document", openapi_document)
-    Probes(delays).add_to(app)
+    add_probes(app, delays)
     app.after_request(_with_headers)
     app.register_error_handler(Exception, failed)
     return app

@@ -23,6 +23,7 @@ from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import shown
 
 if TYPE_CHECKING:
+    from delaytasks.db.store import Store
     from delaytasks.registry import ProcessorSpec
     from delaytasks.runtime import Runtime
 
@@ -139,62 +140,57 @@ class Finding(NamedTuple):
         return json_fields({**self._asdict(), "ids": [*map(str, self.ids)]})
 
 
-class WaitingTasks:
-    """Compares the waiting tasks with the processors and the keys of this process."""
+def check_waiting(runtime: Runtime) -> Iterator[Finding]:
+    """Compare the waiting tasks with the processors and the keys of this process.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._db, self._schema = runtime.store.database, runtime.store.schema
-        self._registry = runtime.registry
-        self._t = t = self._schema.tasks.c
-        self._is_live = t.status.in_([int(status) for status in LIVE])
+    Yields one finding for each tag with tasks that this code could not run.
+    """
+    t = runtime.store.schema.tasks.c
+    first_due = func.min(func.coalesce(t.due_time, t.expected_time))
+    query = select(t.tag, t.queue, func.count(), first_due)
+    query = query.group_by(t.tag, t.queue).order_by(t.tag, t.queue)
+    # All tags are read first, so that one connection suffices.
+    for tag, rows in groupby(list(_live(runtime.store, query)), itemgetter(0)):
+        _, queues, tasks, dues = zip(*rows, strict=True)
+        every = Finding(tag, sum(tasks), min(dues), "no processor", [], queues)
+        processor = runtime.registry.get(tag)
+        if processor is None:
+            yield every
+        elif processor.schema is not None or processor.body_version is not None:
+            yield from _refused(runtime.store, every, processor)
 
-    def findings(self) -> Iterator[Finding]:
-        """Yield one finding for each tag with tasks that this code could not run."""
-        for every in self.by_tag():
-            processor = self._registry.get(every.tag)
-            if processor is None:
-                yield every
-            elif processor.schema is not None or processor.body_version is not None:
-                yield from self._refused(every, processor)
 
-    def by_tag(self) -> list[Finding]:
-        """Return the waiting tasks of each tag, as if it had no processor."""
-        t, found = self._t, list[Finding]()
-        first_due = func.min(func.coalesce(t.due_time, t.expected_time))
-        query = select(t.tag, t.queue, func.count(), first_due).where(self._is_live)
-        query = query.group_by(t.tag, t.queue).order_by(t.tag, t.queue)
-        for tag, rows in groupby(self._all(query), itemgetter(0)):
-            _, queues, tasks, dues = zip(*rows, strict=True)
-            found.append(Finding(tag, sum(tasks), min(dues), "no processor", [], queues))
-        return found
+def _refused(store: Store, every: Finding, processor: ProcessorSpec) -> Iterator[Finding]:
+    """Yield a finding about the tasks of a tag whose bodies its processor cannot read, if there are
+    any."""
+    t, tag, cipher, tasks = store.schema.tasks.c, processor.tag, store.schema.cipher, 0
+    ids = list[int]()
+    query = select(t.id, t.message_body, t.expected_time, t.headers).where(t.tag == tag)
+    for id, body, due, headers in _live(store, query.order_by(t.expected_time)):
+        body = body if cipher is None else cipher.read(body, BODY, id, tag)
+        task = DelayedTask(id, tag, body, due, headers_json=headers)
+        if (problem := _problem(processor, task)) is not None:
+            if not ids:
+                every = every._replace(first_due=due, problem=problem)
+            tasks += 1
+            ids += [id] if tasks <= EXAMPLES else []
+    if ids:
+        yield every._replace(tasks=tasks, ids=ids)
 
-    def _refused(self, every: Finding, processor: ProcessorSpec) -> Iterator[Finding]:
-        """Yield a finding about the tasks of a tag whose bodies its processor cannot read, if there
-        are any."""
-        t, tag, cipher, tasks, ids = self._t, processor.tag, self._schema.cipher, 0, list[int]()
-        query = select(t.id, t.message_body, t.expected_time, t.headers)
-        mine = query.where(self._is_live, t.tag == tag).order_by(t.expected_time)
-        for id, body, due, headers in self._all(mine):
-            body = body if cipher is None else cipher.read(body, BODY, id, tag)
-            task = DelayedTask(id, tag, body, due, headers_json=headers)
-            if (problem := self._problem(processor, task)) is not None:
-                if not ids:
-                    every = every._replace(first_due=due, problem=problem)
-                tasks += 1
-                ids += [id] if tasks <= EXAMPLES else []
-        if ids:
-            yield every._replace(tasks=tasks, ids=ids)
 
-    def _problem(self, processor: ProcessorSpec, task: DelayedTask) -> str | None:
-        if processor.is_newer(task.body_version):
-            mine = processor.body_version
-            return f"bodies of version {task.body_version}, and its processor has {mine}"
-        try:
-            processor.checked(task.body)
-        except (BodyRefusedError, ValueError, RecursionError) as error:
-            return str(error)
-        return None
+def _problem(processor: ProcessorSpec, task: DelayedTask) -> str | None:
+    if processor.is_newer(task.body_version):
+        mine = processor.body_version
+        return f"bodies of version {task.body_version}, and its processor has {mine}"
+    try:
+        processor.checked(task.body)
+    except (BodyRefusedError, ValueError, RecursionError) as error:
+        return str(error)
+    return None
 
-    def _all(self, query: Select[Any]) -> Iterator[Any]:
-        for rows in self._db.stream(query, size=1000, may_take_long=True):
-            yield from rows
+
+def _live(store: Store, query: Select[Any]) -> Iterator[Any]:
+    """Yield the rows of a query about live tasks."""
+    where = store.schema.tasks.c.status.in_([int(status) for status in LIVE])
+    for rows in store.database.stream(query.where(where), size=1000, may_take_long=True):
+        yield from rows

@@ -37,26 +37,24 @@ ASK_AGAIN_S = 1.0
 READY_ANSWER_S = 1.0
 
 
-class Probes:
-    """Answers without an API key or a login, and therefore without the texts of errors."""
+def add_probes(app: Any, delays: DelayTasks) -> None:
+    """Add the URLs to a Flask application.
 
-    def __init__(self, delays: DelayTasks) -> None:
-        self._delays, self._cache = delays, SharedCache()
+    They answer without an API key or a login, and therefore without the texts of errors.
+    """
+    cache = SharedCache()
 
-    def add_to(self, app: Any) -> None:
-        """Add the URLs to a Flask application."""
-        app.add_url_rule("/health/live", "health_live", lambda: _answer({}))
-        app.add_url_rule("/health/ready", "health_ready", lambda: _answer(self._ready()))
-
-    def _ready(self) -> Mapping[str, bool]:
+    def ask() -> Mapping[str, bool]:
         """Return whether each check succeeds. Callers need the database, and no broker."""
+        checks = HealthChecks(delays._runtime, "api", timeout_s=READY_ANSWER_S)
+        return {check.name: check.is_ok for check in checks.ready()}
 
-        def ask() -> Mapping[str, bool]:
-            checks = HealthChecks(self._delays._runtime, "api", timeout_s=READY_ANSWER_S)
-            return {check.name: check.is_ok for check in checks.ready()}
-
+    def ready() -> Any:
         # An answer that took long is no older than others.
-        return self._cache.get("ready", ASK_AGAIN_S, ask, longest_s=ASK_AGAIN_S)
+        return _answer(cache.get("ready", ASK_AGAIN_S, ask, longest_s=ASK_AGAIN_S))
+
+    app.add_url_rule("/health/live", "health_live", lambda: _answer({}))
+    app.add_url_rule("/health/ready", "health_ready", ready)
 
 
 def _answer(checks: Mapping[str, bool]) -> tuple[str, int, dict[str, str]]:

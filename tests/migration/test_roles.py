@@ -20,7 +20,7 @@ from delaytasks.cli.status import warnings_of
 from delaytasks.db import migrations
 from delaytasks.db.store import Store
 from delaytasks.model.task import Entry
-from delaytasks.operate.checks import WaitingTasks
+from delaytasks.operate.checks import check_waiting
 from delaytasks.operate.health import HealthChecks
 from delaytasks.operate.state import find_overdue, server_problem
 from delaytasks.recurring.recurring import follow
@@ -201,7 +201,7 @@ def test_a_console_reads_and_an_operator_pauses_and_moves_many(as_role: As) -> N
     assert explain(delays, task)[0].code == "future"
     assert find_overdue(store, 3600).tasks == 0, "an earlier test may have left due tasks"
     assert server_problem(store.database) is None
-    assert WaitingTasks(runtime_of(delays)).by_tag() is not None
+    assert list(check_waiting(runtime_of(delays))) is not None
     assert delays.find() is not None
     assert delays.policies.list() is not None
     assert store.workers.all() is not None
