@@ -7,7 +7,7 @@ mounted console has the rest: policies, schedules, statistics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, cast
@@ -28,7 +28,7 @@ from delaytasks.model.errors import DelayTaskError, InvalidInputError, TaskNotFo
 from delaytasks.model.filters import MAX_IDS
 from delaytasks.model.inputs import ACTOR_LENGTH, check_id, parse_instant
 from delaytasks.model.moves import MOVES, Status
-from delaytasks.model.task import Attempt, DelayedTask, Page
+from delaytasks.model.task import DelayedTask, Page
 from delaytasks.model.text import count, one_line
 from delaytasks.operate.operations import OPERATIONS, Operation
 from delaytasks.operate.searches import SearchTimeoutError, error_filter
@@ -208,8 +208,8 @@ def _text(text: str | None) -> Any:
     return format_html('<pre class="delays-text">{}</pre>', text) if text else NOTHING_SHOWN
 
 
-def _attempts(attempts: Sequence[Attempt]) -> Any:
-    """Return a line for each attempt, which opens its traceback."""
+def _attempts(task: DelayedTask) -> Any:
+    """Return a line for each failed attempt, which opens its traceback."""
     shown = "<details><summary>{}. {} to {} on {}: {}</summary>{}</details>"
     rows = (
         (
@@ -220,9 +220,28 @@ def _attempts(attempts: Sequence[Attempt]) -> Any:
             last_line(each.error, ERROR_LENGTH),
             _text(each.error),
         )
-        for each in attempts
+        for each in project_delays().get(task, attempts=True).attempts
     )
     return format_html_join("", shown, rows) or NOTHING_SHOWN
+
+
+def _column(label: str, show: Callable[[DelayedTask], Any], **display: Any) -> Any:
+    """Return the method for a column of the list, or for a field of a task's page."""
+    return admin.display(description=label, **display)(lambda _, row: show(row.task))
+
+
+def _status(task: DelayedTask) -> Any:
+    name = task.status.name
+    return format_html('<span class="delays-status delays-{}">{}</span>', name.lower(), name)
+
+
+def _due(task: DelayedTask) -> Any:
+    shown = show_from_now(task.due, runtime_of(project_delays()).clock.now())
+    return format_html('<span title="{}">{}</span>', _instant(task.due), shown)
+
+
+def _last_error(task: DelayedTask) -> str:
+    return last_line(task.error, ERROR_LENGTH) if task.error else ""
 
 
 #: Bodies may contain data of customers, so the permission to view tasks does not show them.
@@ -262,6 +281,20 @@ class DelayTaskRowAdmin(admin.ModelAdmin):
 
     class Media:
         css = {"all": ("delaytasks/admin.css",)}
+
+    status_shown = _column("status", _status)
+    key = _column("key", lambda task: task.key or NOTHING_SHOWN)
+    due = _column("due", _due, ordering="expected_time")
+    last_error = _column("error", _last_error)
+    due_at = _column("due", lambda task: _instant(task.due))
+    next_try = _column("next try", lambda task: _instant(task.due_time and task.expected_time))
+    error = _column("error", lambda task: _text(task.error))
+    failed_attempts = _column("failed attempts", _attempts)
+    body = _column("body", lambda task: _text(pretty_body(task)))
+    result_shown = _column("result", lambda task: _text(pretty_result(task)))
+    meta_shown = _column(
+        "meta", lambda task: _text("\n".join(f"{name}={text}" for name, text in task.meta.items()))
+    )
 
     def has_add_permission(self, *_: Any, **__: Any) -> bool:
         return False
@@ -313,45 +346,3 @@ class DelayTaskRowAdmin(admin.ModelAdmin):
         return super().change_view(
             request, object_id, form_url, {**(extra_context or {}), "task_actions": actions}
         )
-
-    @admin.display(description="status")
-    def status_shown(self, row: Any) -> Any:
-        name = row.task.status.name
-        return format_html('<span class="delays-status delays-{}">{}</span>', name.lower(), name)
-
-    def key(self, row: Any) -> Any:
-        return row.task.key or NOTHING_SHOWN
-
-    @admin.display(ordering="expected_time")
-    def due(self, row: Any) -> Any:
-        due, now = row.task.due, runtime_of(project_delays()).clock.now()
-        shown = show_from_now(due, now)
-        return format_html('<span title="{}">{}</span>', _instant(due), shown)
-
-    @admin.display(description="error")
-    def last_error(self, row: Any) -> str:
-        return last_line(row.task.error, ERROR_LENGTH) if row.task.error else ""
-
-    @admin.display(description="due")
-    def due_at(self, row: Any) -> Any:
-        return _instant(row.task.due)
-
-    def next_try(self, row: Any) -> Any:
-        return _instant(row.task.expected_time if row.task.due_time else None)
-
-    def error(self, row: Any) -> Any:
-        return _text(row.task.error)
-
-    def failed_attempts(self, row: Any) -> Any:
-        return _attempts(project_delays().get(row.task, attempts=True).attempts)
-
-    def body(self, row: Any) -> Any:
-        return _text(pretty_body(row.task))
-
-    @admin.display(description="result")
-    def result_shown(self, row: Any) -> Any:
-        return _text(pretty_result(row.task))
-
-    @admin.display(description="meta")
-    def meta_shown(self, row: Any) -> Any:
-        return _text("\n".join(f"{name}={value}" for name, value in row.task.meta.items()))
