@@ -49,8 +49,8 @@ MAX_SCHEDULES, MAX_OCCURRENCES = 20_000, 200_000
 #: Names in one note.
 MAX_NAMES = 5
 
-#: The number of tasks by the start of the hour and the tag.
-Due = Counter[tuple[datetime, str]]
+#: The number of tasks of each tag, by the start of the hour.
+Due = defaultdict[datetime, Counter[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +221,8 @@ def _busy(hour: ForecastHour, show: Callable[[datetime], str]) -> str:
 def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = None) -> Forecast:
     """Do what `DelayTasks.forecast` does."""
     if not is_number(days, 0, MAX_DAYS) or days == 0:
-        raise InvalidInputError(
-            f"days is a number above 0, at most {MAX_DAYS}, not {shown(days)}", "days"
-        )
+        rule = f"days is a number above 0, at most {MAX_DAYS}, not {shown(days)}"
+        raise InvalidInputError(rule, "days")
     facts, notes = Facts(runtime), list[str]()
     now, until = facts.now, facts.now + timedelta(days=days)
     if processes is not None:
@@ -233,7 +232,7 @@ def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = Non
         if not processes:
             processes = runtime.celery.conf.worker_concurrency or os.cpu_count() or 1
             notes.append("No worker is alive, so the number of processes is assumed.")
-    due = Due()
+    due = Due(Counter)
     is_cut = _add_waiting(due, runtime.store, now, until)
     if runtime.store.sweeps.has_due_schedule((until - now).total_seconds()):
         is_cut |= _add_occurrences(due, runtime.recurring_table, now, until)
@@ -243,15 +242,11 @@ def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = Non
             f"A duration of {show_duration(ASSUMED_DURATION_S)} is assumed for tags without "
             f"measurements: {some_values(assumed, MAX_NAMES)}."
         )
-    by_hour = defaultdict[datetime, Counter[str]](Counter)
-    for (hour, tag), number in due.items():
-        by_hour[hour][tag] = number
     hours = []
-    for hour, tasks in sorted(by_hour.items()):
+    for hour, tasks in sorted(due.items()):
         busy_s = sum(number * tags[tag].duration_s for tag, number in tasks.items()) / processes
-        hours.append(
-            ForecastHour(hour, tasks.total(), dict(tasks.most_common()), busy_s, processes)
-        )
+        by_tag = dict(tasks.most_common())
+        hours.append(ForecastHour(hour, tasks.total(), by_tag, busy_s, processes))
     return Forecast(
         made_at=now,
         until=until,
@@ -266,8 +261,8 @@ def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = Non
 
 def _tags(runtime: Runtime, due: Due, now: datetime) -> dict[str, TagForecast]:
     measured, totals = counts_by_tag(runtime.store, now - COUNTS_KEPT, now, None), Counter[str]()
-    for (_, tag), number in due.items():
-        totals[tag] += number
+    for tasks in due.values():
+        totals.update(tasks)
     found: dict[str, TagForecast] = {}
     for tag, number in totals.items():
         counts, processor = measured.get(tag, RunCounts()), runtime.registry.get(tag)
@@ -295,7 +290,7 @@ def _add_waiting(due: Due, store: Store, now: datetime, until: datetime) -> bool
             end = hour + AN_HOUR
             c = rows.where(t.expected_time < min(end, until)).limit(left).subquery().c
             for tag, tasks in connection.execute(select(c.tag, func.count()).group_by(c.tag)):
-                due[hour, tag] += tasks
+                due[hour][tag] += tasks
                 left -= tasks
             hour, rows = end, waits.where(t.expected_time >= end)
         return left <= 0
@@ -319,6 +314,7 @@ def _add_occurrences(due: Due, table: RecurringTable, now: datetime, until: date
             times = [first, *islice(schedule.between(first, until), most)]
         except DelayTaskError:  # another program wrote the timing; the sweep reports it
             continue
-        due.update((hour_of(at), schedule.tag) for at in times)
+        for at in times:
+            due[hour_of(at)][schedule.tag] += 1
         has_more |= len(times) > most
     return has_more

@@ -180,11 +180,10 @@ def _headline(state: DeploymentState, flaw: str) -> str:
 
 def _stopped(state: DeploymentState) -> Iterator[Problem]:
     numbers = {"waiting": state.rows["NOT_COMPLETE"], "running": state.rows["RUNNING"]}
-    tasks = " and ".join(
-        f"{tasks_are(number)} {word}" for word, number in numbers.items() if number
-    )
+    tasks = [f"{tasks_are(number)} {word}" for word, number in numbers.items() if number]
     if tasks and not state.alive:
-        yield Problem("bad", f"No worker is alive, and {tasks}. Start a worker.", "workers")
+        text = f"No worker is alive, and {' and '.join(tasks)}. Start a worker."
+        yield Problem("bad", text, "workers")
 
 
 def _late(state: DeploymentState) -> Iterator[Problem]:
@@ -428,14 +427,10 @@ class HealthChecks:
         return HealthCheck("worker", True, text)
 
     def _is_about(self, worker: RegisteredWorker) -> bool:
-        if self.component == "deployment":
-            return True
-        is_drain = worker.pool.startswith(POLLING_PREFIX)
-        if is_drain != (self.component == "run"):
-            return False
-        return worker.name == self.name or (
-            self.name is None and worker.name.rpartition("@")[2] == self.host
-        )
+        is_drain, host = worker.pool.startswith(POLLING_PREFIX), worker.name.rpartition("@")[2]
+        is_there = host == self.host if self.name is None else worker.name == self.name
+        is_of_kind = is_drain == (self.component == "run")
+        return self.component == "deployment" or (is_there and is_of_kind)
 
     def _beat_check(self, facts: Facts) -> HealthCheck:
         """Check that messages of beat arrive, as far as live workers with a broker know."""

@@ -8,7 +8,6 @@ files need the extra `prometheus`. See docs/monitor.md.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -234,10 +233,9 @@ def table_metrics(found: DeploymentState) -> Iterator[Metric]:
 
 def queue_workers(found: DeploymentState) -> dict[str, int]:
     """Return how many live workers serve each queue that is served or has overdue tasks."""
-    served = Counter(queue for worker in found.alive for queue in worker.queues)
-    of_all = served.pop(ALL_QUEUES, 0)
-    names = [group.queue for group in found.late] + sorted(served)
-    return {name: served[name] + of_all for name in list(dict.fromkeys(names))[:MAX_QUEUES]}
+    served = {queue for worker in found.alive for queue in worker.queues} - {ALL_QUEUES}
+    names = dict.fromkeys([group.queue for group in found.late] + sorted(served))
+    return {name: len(found.serving(name)) for name in list(names)[:MAX_QUEUES]}
 
 
 def peak_metrics(forecast: Forecast | None, now: datetime) -> Iterator[Metric]:

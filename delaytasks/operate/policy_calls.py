@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -23,7 +22,7 @@ from delaytasks.model.policies import (
 )
 
 if TYPE_CHECKING:
-    from delaytasks.db.policy_rows import PolicyTable, RowCount
+    from delaytasks.db.policy_rows import PolicyTable
     from delaytasks.model.inputs import Delay
 
 
@@ -179,9 +178,8 @@ class PolicyCalls(CallGroup):
         """
         kind, name = named(tag, queue)
         if kind == "queue":
-            raise InvalidInputError(
-                f"queue {name!r} can be paused, and limits are for tags: name its tags", "queue"
-            )
+            rule = f"queue {name!r} can be paused, and limits are for tags: name its tags"
+            raise InvalidInputError(rule, "queue")
         changes: dict[str, Any] = {}
         limits = {"concurrency": concurrency, "concurrency_per_key": concurrency_per_key}
         for limit, value in limits.items():
@@ -190,9 +188,8 @@ class PolicyCalls(CallGroup):
         if rate is not UNCHANGED:
             changes["rate"], changes["rate_period_s"] = parse_rate(rate)
         if not changes:
-            raise InvalidInputError(
-                "say what is limited: concurrency, concurrency_per_key or rate", "concurrency"
-            )
+            rule = "say what is limited: concurrency, concurrency_per_key or rate"
+            raise InvalidInputError(rule, "concurrency")
         return self._change((kind, name), changes, actor)
 
     aset = twin(set)
@@ -270,28 +267,16 @@ def with_counts(table: PolicyTable, policies: Iterable[Policy]) -> tuple[list[Po
     policies = sorted(policies, key=lambda policy: (policy.kind, policy.name))
     if not policies:
         return [], None
-    counts = table.count(Status.HELD)
-    held, running = _by_policy(counts), _by_policy(table.count(Status.RUNNING))
+    held, running = table.count(Status.HELD), table.count(Status.RUNNING)
 
     def counted(policy: Policy) -> Policy:
-        name = policy.kind, policy.name
-        mine = held.get(name, [])
+        part = 0 if policy.kind == "tag" else 1  # of the key of a count: the tag and the queue
+        mine = [each for names, each in held.items() if names[part] == policy.name]
         return replace(
             policy,
             held=sum(each.rows for each in mine),
-            running=sum(each.rows for each in running.get(name, ())),
+            running=sum(each.rows for at, each in running.items() if at[part] == policy.name),
             held_since=min((each.first_due for each in mine), default=None),
         )
 
-    return list(map(counted, policies)), sum(each.rows for each in counts.values())
-
-
-def _by_policy(
-    counts: Mapping[tuple[str, str], RowCount],
-) -> Mapping[tuple[Kind, str], list[RowCount]]:
-    """Return the counts of each tag and of each queue."""
-    found: defaultdict[tuple[Kind, str], list[RowCount]] = defaultdict(list)
-    for (tag, queue), count in counts.items():
-        found["tag", tag].append(count)
-        found["queue", queue].append(count)
-    return found
+    return list(map(counted, policies)), sum(each.rows for each in held.values())

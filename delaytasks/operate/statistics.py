@@ -19,7 +19,7 @@ from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import ColumnElement, bindparam, delete, func, literal, select, update
+from sqlalchemy import ColumnElement, delete, func, literal, select, update
 
 from delaytasks.db.schema import FINGERPRINT_LENGTH
 from delaytasks.db.statements import insert_if_absent
@@ -27,7 +27,6 @@ from delaytasks.loops import CallGroup, Loop, twin, within
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import AN_HOUR, EPOCH, from_us, hour_of, to_us
 from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.filters import batches
 from delaytasks.model.inputs import Delay, check_instant, check_page_limit, check_tag, check_wait
 from delaytasks.model.moves import late_start
 from delaytasks.run.observers import (
@@ -140,8 +139,6 @@ class StatisticsWriter:
 
 #: The time for which counts are kept.
 COUNTS_KEPT = timedelta(days=2)
-#: The tags that one statement reads.
-TAGS_PER_READ = 200
 #: The most rows of failures that are read: those of the latest hours.
 MOST_FAILURE_ROWS = 2000
 
@@ -157,7 +154,8 @@ def write_counts(store: Store, on: Any, unwritten: Counted, at: datetime) -> Non
     counted: dict[tuple[Any, ...], RunCounts] = {}
     for (tag, pattern), counts in unwritten.items():
         if pattern:
-            counted[_fingerprint(pattern), hour, tag] = RunCounts(counts | times)
+            fingerprint = hashlib.sha256(pattern.encode()).hexdigest()[:FINGERPRINT_LENGTH]
+            counted[fingerprint, hour, tag] = RunCounts(counts | times)
         else:
             counted["", minute, tag] = counts
     keys = sorted(counted)
@@ -170,22 +168,13 @@ def write_counts(store: Store, on: Any, unwritten: Counted, at: datetime) -> Non
     parts = zip(_KEY, zip(*keys, strict=True), strict=True)
     mine = [s.c[name].in_(set(values)) for name, values in parts]
     columns = [s.c[name] for name in _KEY]
-    changes = []
-    for *key, text in on.execute(
-        select(*columns, s.c.counts).where(*mine).order_by(*columns).with_for_update()
-    ).all():
+    locked = select(*columns, s.c.counts).where(*mine).order_by(*columns).with_for_update()
+    for *key, text in on.execute(locked).all():
         if (more := counted.get(tuple(key))) is not None:
             counts = RunCounts(json.loads(text))
             counts.add(more)
-            named = {f"of_{name}": value for name, value in zip(_KEY, key, strict=True)}
-            changes.append({**named, "new": dump_json(counts)})
-    if changes:
-        is_named = [each == bindparam(f"of_{each.name}", type_=each.type) for each in columns]
-        on.execute(update(s).where(*is_named).values(counts=bindparam("new")), changes)
-
-
-def _fingerprint(pattern: str) -> str:
-    return hashlib.sha256(pattern.encode()).hexdigest()[:FINGERPRINT_LENGTH]
+            is_row = [column == value for column, value in zip(columns, key, strict=True)]
+            on.execute(update(s).where(*is_row).values(counts=dump_json(counts)))
 
 
 def purge(store: Store, now: datetime) -> None:
@@ -200,12 +189,11 @@ def read_runs(
 ) -> Iterator[tuple[datetime, str, RunCounts]]:
     """Yield the minute, the tag and the counts of each row of a range; None reads all tags."""
     s = store.schema.statistics
-    for some in [None] if tags is None else batches(tags, TAGS_PER_READ):
-        query = select(s.c.start, s.c.tag, s.c.counts).where(*_is_run(s, since, until))
-        if some is not None:
-            query = query.where(s.c.tag.in_(list(some)))
-        for start, tag, text in store.database.rows(query):
-            yield start, tag, RunCounts(json.loads(text))
+    query = select(s.c.start, s.c.tag, s.c.counts).where(*_is_run(s, since, until))
+    if tags is not None:
+        query = query.where(s.c.tag.in_(tags))
+    for start, tag, text in store.database.rows(query):
+        yield start, tag, RunCounts(json.loads(text))
 
 
 def count_rows(store: Store, since: datetime, until: datetime, most: int) -> int:
@@ -486,17 +474,15 @@ class Statistics(CallGroup):
         """
         step_s = check_wait(step, "step")
         if step_s < 60 or step_s % 60:
-            raise InvalidInputError(
-                f"a step is a number of whole minutes, not {step_s:g} s", "step"
-            )
+            rule = f"a step is a number of whole minutes, not {step_s:g} s"
+            raise InvalidInputError(rule, "step")
         length = timedelta(seconds=step_s)
         start, end = checked_range(self._runtime.clock.now(), since, until)
         start -= (start - EPOCH) % length
         number = -((start - end) // length)
         if number > MAX_SERIES_STEPS:
-            raise InvalidInputError(
-                f"more than {MAX_SERIES_STEPS} steps: choose a longer step", "step"
-            )
+            problem = f"more than {MAX_SERIES_STEPS} steps: choose a longer step"
+            raise InvalidInputError(problem, "step")
         steps = {start + n * length: dict[str, RunTotals]() for n in range(number)}
         for at, tag, counts in read_runs(self._runtime.store, start, end, _checked_tags(tags)):
             by_tag = steps[at - (at - EPOCH) % length]
@@ -576,9 +562,8 @@ def checked_range(now: datetime, since: Since, until: datetime | None) -> tuple[
     else:
         ago = timedelta(seconds=check_wait(since, "since"))
         if ago > COUNTS_KEPT:
-            raise InvalidInputError(
-                "counts are kept for two days: `since` is at most '2d'", "since"
-            )
+            rule = "counts are kept for two days: `since` is at most '2d'"
+            raise InvalidInputError(rule, "since")
         start = now - ago
     end = now if until is None else check_instant(until, "until")
     if start >= end:

@@ -593,39 +593,26 @@ class BulkRun:
 
         The log entry has the counts of each step, also after a crash.
         """
-        id, state = self._begin(actor), "failed"
-        self.result = replace(self.result, runs=(id,))
-        try:
-            for _ in self._steps():
-                on_progress(self.result)
-            state = "done"
-        except (KeyboardInterrupt, SystemExit):
-            state = "stopped"
-            raise
-        finally:
-            self._end(id, state)
-
-    def _begin(self, actor: str) -> int:
         which = self._filter_as_given.as_json()
         if self._cancelled is not None:
             which["entry"] = str(self._cancelled.id)
         which = which or {"everything": True}
         if self._to is not None:
             which["to"] = _as_text(self._to)
-        id, started = self._runtime.new_id(), self.result.started
+        id, started, audit = self._runtime.new_id(), self.result.started, self._store.audit
         times, counts = (started, started, None), (self.result.matched, *self._done)
-        entry = LogEntry(id, self._which.move, which, actor, "running", *times, *counts)
-        self._store.audit.begin(entry)
-        return id
-
-    def _end(self, id: int, state: str) -> None:
+        audit.begin(LogEntry(id, self._which.move, which, actor, "running", *times, *counts))
+        self.result = replace(self.result, runs=(id,))
         try:
-            # After a failure, the counts that the steps stored are right, and ours may not be.
-            self._store.audit.end(id, state, self._done if state == "done" else None)
-        except StoreUnavailableError:
-            if state == "done":
-                raise
-            # Otherwise another error is being raised already, and the row stays "running".
+            for _ in self._steps():
+                on_progress(self.result)
+        except BaseException as error:
+            state = "stopped" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
+            with suppress(StoreUnavailableError):  # the row stays "running"
+                # The counts that the steps stored are right, and ours may not be.
+                audit.end(id, state, None)
+            raise
+        audit.end(id, "done", self._done)
 
     @property
     def _done(self) -> tuple[int, int]:

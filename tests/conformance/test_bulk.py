@@ -359,7 +359,7 @@ def test_only_the_entry_of_a_cancel_that_has_ended_can_be_rerun(
         delays.bulk.rerun(entry=7)
     with invalid("entry"):
         delays.bulk.rerun(entry="none")
-    monkeypatch.setattr("delaytasks.operate.task_calls.BulkRun._end", lambda *_: None)
+    monkeypatch.setattr("delaytasks.db.bulk_moves.Audit.end", lambda *_: None)
     died = delays.bulk.cancel(tag="mail").runs[0]
     assert delays.bulk.log(limit=1)[0].state == "running"
     with invalid("entry", match="still runs"):
