@@ -195,13 +195,11 @@ class Message:
                     argument,
                 )
         if not (self.to or self.exchange):
-            raise InvalidInputError(
-                "a message goes to a queue or an exchange, and neither is named", "to"
-            )
+            rule = "a message goes to a queue or an exchange, and neither is named"
+            raise InvalidInputError(rule, "to")
         if not isinstance(self.headers, Mapping):
-            raise InvalidInputError(
-                f"headers are a mapping, not {type(self.headers).__name__}", "headers"
-            )
+            rule = f"headers are a mapping, not {type(self.headers).__name__}"
+            raise InvalidInputError(rule, "headers")
 
 
 def send_message(runtime: Runtime, message: Message, task: DelayedTask) -> Outcome:
@@ -425,9 +423,8 @@ class Callback:
     def __post_init__(self) -> None:
         headers = self.headers
         if not isinstance(headers, Mapping):
-            raise InvalidInputError(
-                f"headers are a mapping of strings, not {type(headers).__name__}", "headers"
-            )
+            rule = f"headers are a mapping of strings, not {type(headers).__name__}"
+            raise InvalidInputError(rule, "headers")
         if len({str(name).lower() for name in headers}) < len(headers):
             raise InvalidInputError("a header is given twice", "headers")
         for name, value in headers.items():
@@ -527,15 +524,19 @@ class HttpCallbacks:
 
     def _outcome(self, response: http.client.HTTPResponse, task: DelayedTask) -> Outcome:
         """Return the outcome. It depends on the status alone, even if the body cannot be read."""
-        status, quoted = response.status, _quoted(response)
+        status, body = response.status, b""
+        # A chunk of a negative size, for example, raises a ValueError.
+        with suppress(http.client.HTTPException, OSError, ValueError):
+            body = response.read(MAX_BODY_BYTES)
         if 200 <= status < 300:
             return Done()
         reason = f"HTTP {status}"
         if 300 <= status < 400:
             location = one_line(response.headers.get("Location", "?"))
             reason += f", to {location}: redirects are not followed"
-        if quoted:
-            reason += f"\n{quoted}"
+        text = body[: 4 * MAX_QUOTED_CHARS].decode(errors="replace").strip()
+        if text:
+            reason += f"\n{one_line(text, MAX_QUOTED_CHARS)}"
         if status == 410:
             return Fail(reason)
         return Retry(self._asked_wait_s(response, task) if status in (429, 503) else None, reason)
@@ -562,15 +563,6 @@ def retry_after_s(text: str, now: datetime) -> float:
         return max((when - now).total_seconds(), 0.0)
     except (ValueError, TypeError, OverflowError):
         return 0.0
-
-
-def _quoted(response: http.client.HTTPResponse) -> str:
-    """Return the first part of a response on one line."""
-    try:
-        body = response.read(MAX_BODY_BYTES)
-    except (http.client.HTTPException, OSError, ValueError):  # such as a chunk of a negative size
-        return ""
-    return one_line(body[: 4 * MAX_QUOTED_CHARS].decode(errors="replace").strip(), MAX_QUOTED_CHARS)
 
 
 # -- Responses of untrusted servers, which are read with limits of time and size ------------------

@@ -102,9 +102,8 @@ def verify(
         for name in (ID, TIMESTAMP, SIGNATURE)
     )
     if not (id and timestamp and given):
-        raise InvalidInputError(
-            f"the headers {ID}, {TIMESTAMP} and {SIGNATURE} are required", "headers"
-        )
+        rule = f"the headers {ID}, {TIMESTAMP} and {SIGNATURE} are required"
+        raise InvalidInputError(rule, "headers")
     right = keys.sign(id, timestamp, payload).split()
     # All are compared, so that the time that this takes says nothing about the right signature.
     found = [

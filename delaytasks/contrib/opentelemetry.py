@@ -7,15 +7,15 @@ OpenTelemetry's collector scrapes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 from delaytasks.model.text import needs_extra
 
 with needs_extra("opentelemetry", "delaytasks.contrib.opentelemetry"):
     from opentelemetry import trace
     from opentelemetry.context import Context
-    from opentelemetry.trace import Link, SpanKind, Status, StatusCode, TracerProvider
+    from opentelemetry.trace import Link, SpanKind, Status, StatusCode, Tracer, TracerProvider
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from delaytasks.contrib.run_signals import OnEnd, follow_runs, messaging_fields
@@ -53,22 +53,15 @@ def _attributes(tasks: Sequence[DelayedTask], operation: str) -> Mapping[str, st
     return found
 
 
-class _Tracing:
-    """Creates the spans, until `end` is called."""
+class _Tracing(NamedTuple):
+    """Creates the spans."""
 
-    def __init__(self, tracer_provider: TracerProvider | None, continues_trace: bool) -> None:
-        self._tracer = trace.get_tracer("delaytasks", tracer_provider=tracer_provider)
-        self._continues_trace = continues_trace
-        self._unfollow = follow_runs(self.run)
-        trace_sources.append(self.scheduled)
-
-    def end(self) -> None:
-        trace_sources.remove(self.scheduled)
-        self._unfollow()
+    tracer: Tracer
+    continues_trace: bool
 
     def scheduled(self, tag: str, tasks: Sequence[DelayedTask]) -> Mapping[str, str]:
         """Make the producer span of a call, and return its context for the meta of the tasks."""
-        with self._tracer.start_as_current_span(
+        with self.tracer.start_as_current_span(
             f"{CREATE} {tag}", kind=SpanKind.PRODUCER, attributes=_attributes(tasks, CREATE)
         ):
             carrier: dict[str, str] = {}
@@ -83,9 +76,9 @@ class _Tracing:
         creators = [trace.get_current_span(one).get_span_context() for one in contexts]
         by_span = {creator.span_id: creator for creator in creators if creator.is_valid}
         links = [Link(creator) for creator in by_span.values()]
-        is_child = self._continues_trace and len(links) == 1
+        is_child = self.continues_trace and len(links) == 1
         # An empty context begins a new trace: that of the call may have ended days ago.
-        with self._tracer.start_as_current_span(
+        with self.tracer.start_as_current_span(
             f"{PROCESS} {tasks[0].tag}",
             contexts[0] if is_child else Context(),
             kind=SpanKind.CONSUMER,
@@ -105,7 +98,8 @@ class _Tracing:
             yield ended
 
 
-_tracing: _Tracing | None = None
+#: What ends the spans of this process.
+_ends = ExitStack()
 
 
 def instrument(
@@ -130,9 +124,12 @@ def instrument(
     ...     trace.set_tracer_provider(provider())
     ...     instrument()
     """
-    global _tracing
     uninstrument()
-    _tracing = _Tracing(tracer_provider, continues_trace)
+    tracer = trace.get_tracer("delaytasks", tracer_provider=tracer_provider)
+    tracing = _Tracing(tracer, continues_trace)
+    trace_sources.append(tracing.scheduled)
+    _ends.callback(trace_sources.remove, tracing.scheduled)
+    _ends.callback(follow_runs(tracing.run))
 
 
 def uninstrument() -> None:
@@ -142,10 +139,7 @@ def uninstrument() -> None:
     --------
     >>> uninstrument()
     """
-    global _tracing
-    if _tracing is not None:
-        _tracing.end()
-        _tracing = None
+    _ends.close()
 
 
 class DelayTasksInstrumentor:

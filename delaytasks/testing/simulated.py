@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kombu import Message as BrokerMessage
 from sqlalchemy import URL, Connection, Engine, event
-from sqlalchemy.util import await_only, greenlet_spawn
+from sqlalchemy.util import greenlet_spawn
 from sqlalchemy.util.concurrency import in_greenlet
 
 from delaytasks.broker.link import Outgoing
@@ -136,11 +135,6 @@ async def on_the_loop(call: Callable[[], T]) -> T:
     """Return `call()`, which runs in a greenlet of the event loop's thread."""
     result: T = await greenlet_spawn(call)
     return result
-
-
-def awaited_on_the_loop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await the coroutine, with the present context variables, in the event loop of this thread."""
-    return await_only(asyncio.ensure_future(coroutine))
 
 
 class SimulatedDatabase(Database):

@@ -12,8 +12,10 @@ from datetime import datetime, timedelta
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import ANY
 
 from sqlalchemy import select
+from sqlalchemy.util import await_only
 
 from delaytasks.broker.link import Outgoing
 from delaytasks.celery import current_delays
@@ -38,7 +40,6 @@ from delaytasks.testing.simulated import (
     SequentialRegistry,
     SettableClock,
     SimulatedDatabase,
-    awaited_on_the_loop,
     on_the_loop,
     simulated_time,
     source_of,
@@ -203,15 +204,6 @@ def _refuse_earlier_tasks(store: Store) -> None:
 TOLERANCE = timedelta(seconds=1)
 #: The most tasks that a message shows.
 MAX_TASKS_SHOWN = 5
-
-
-class _Any:
-    def __repr__(self) -> str:
-        return "ANY"
-
-
-#: The default of expectations: the field is not compared.
-ANY: Any = _Any()
 
 
 class Expectation:
@@ -409,14 +401,12 @@ class DelaysTester:
         """
         _ = self._started
         filters: dict[str, Any] = {"tag": tag, "key": key, "status": status or WAITING}
-        found: list[DelayedTask] = []
-        cursor = None
-        while True:
-            page = self._delays.find(cursor=cursor, limit=1000, **filters)
+        page = self._delays.find(limit=1000, **filters)
+        found = page.tasks
+        while page.cursor is not None:
+            page = self._delays.find(cursor=page.cursor, limit=1000, **filters)
             found += page.tasks
-            cursor = page.cursor
-            if cursor is None:
-                return found
+        return found
 
     def assert_scheduled(
         self,
@@ -643,7 +633,7 @@ class DelaysTester:
         if self._source is not None and self._source.run_coroutine is not None:
             return self._source.run_coroutine(coroutine)
         if is_on_the_loop():
-            return awaited_on_the_loop(coroutine)
+            return await_only(asyncio.ensure_future(coroutine))
         if asyncio._get_running_loop() is None:
             return self._loop.run_until_complete(coroutine)
         # A synchronous call in an asynchronous test, whose loop waits for this call.
