@@ -93,6 +93,7 @@ def test_tasks_are_found_by_a_part_of_the_error_by_pages_and_by_id(site: Site) -
         path = None if following is None else html.unescape(following[1])
     assert seen == [str(task.id) for task in site.delays.find(tag="order.close", limit=1000)]
     assert client.get(f"/tasks?id={seen[0]}").location == f"/tasks/{seen[0]}"
+    assert '<span class="status waiting">waiting</span>' in text
     assert client.get("/tasks?id=x").status_code == 400
     assert client.get("/tasks?id=").status_code == 200
 
@@ -143,7 +144,7 @@ def test_times_reasons_and_charts_are_in_the_zone_of_the_viewer(own_site: Site) 
     assert f">{failed.due:%Y-%m-%d %H:%M:%S} UTC" in page
     assert ">UTC</text>" in client.get("/").text
     post(client, "/preferences", zone="Asia/Tokyo")
-    post(client, "/preferences", zone="Nowhere/At_All")
+    assert post(client, "/preferences", zone="Nowhere/At_All").status_code == 303
     assert "times are in Asia/Tokyo" in client.get("/").text
     [jst] = re.findall(since.format("JST"), client.get("/").text)
     assert (int(utc) + 9) % 24 == int(jst)
