@@ -165,8 +165,9 @@ def _refused(store: Store, every: Finding, processor: ProcessorSpec) -> Iterator
     any."""
     t, tag, cipher, tasks = store.schema.tasks.c, processor.tag, store.schema.cipher, 0
     ids = list[int]()
-    query = select(t.id, t.message_body, t.expected_time, t.headers).where(t.tag == tag)
-    for id, body, due, headers in _live(store, query.order_by(t.expected_time)):
+    due_time = func.coalesce(t.due_time, t.expected_time)
+    query = select(t.id, t.message_body, due_time, t.headers).where(t.tag == tag)
+    for id, body, due, headers in _live(store, query.order_by(due_time)):
         body = body if cipher is None else cipher.read(body, BODY, id, tag)
         task = DelayedTask(id, tag, body, due, headers_json=headers)
         if (problem := _problem(processor, task)) is not None:

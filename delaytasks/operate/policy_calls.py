@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -22,7 +23,7 @@ from delaytasks.model.policies import (
 )
 
 if TYPE_CHECKING:
-    from delaytasks.db.policy_rows import PolicyTable
+    from delaytasks.db.policy_rows import PolicyTable, RowCount
     from delaytasks.model.inputs import Delay
 
 
@@ -267,16 +268,20 @@ def with_counts(table: PolicyTable, policies: Iterable[Policy]) -> tuple[list[Po
     policies = sorted(policies, key=lambda policy: (policy.kind, policy.name))
     if not policies:
         return [], None
-    held, running = table.count(Status.HELD), table.count(Status.RUNNING)
+    counts = {status: table.count(status) for status in (Status.HELD, Status.RUNNING)}
+    by_name: defaultdict[tuple[str, str, Status], list[RowCount]] = defaultdict(list)
+    for status, found in counts.items():
+        for (tag, queue), count in found.items():
+            by_name["tag", tag, status].append(count)
+            by_name["queue", queue, status].append(count)
 
     def counted(policy: Policy) -> Policy:
-        part = 0 if policy.kind == "tag" else 1  # of the key of a count: the tag and the queue
-        mine = [each for names, each in held.items() if names[part] == policy.name]
+        held, running = (by_name[policy.kind, policy.name, status] for status in counts)
         return replace(
             policy,
-            held=sum(each.rows for each in mine),
-            running=sum(each.rows for at, each in running.items() if at[part] == policy.name),
-            held_since=min((each.first_due for each in mine), default=None),
+            held=sum(each.rows for each in held),
+            running=sum(each.rows for each in running),
+            held_since=min((each.first_due for each in held), default=None),
         )
 
-    return list(map(counted, policies)), sum(each.rows for each in held.values())
+    return list(map(counted, policies)), sum(each.rows for each in counts[Status.HELD].values())

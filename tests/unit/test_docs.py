@@ -10,8 +10,7 @@ Each block of code runs, or says why it does not:
 | `<!-- not run: … -->` | the reason |
 
 `<!-- files: tests/… -->` names the test that writes all blocks of a page whose first line names a
-file, and runs the commands of the page. Of the commands of other pages, the options and values are
-checked.
+file, and runs the commands of the page. `tests/doc_commands.py` runs those of other pages.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from delaytasks.worker.quick_loops import PROCESS_CHECK_S
 from delaytasks.worker.sweep import STALE_CHECK_S
 from tests.conformance.test_connections import ROUND_TRIPS
 from tests.conftest import new_world
-from tests.doc_commands import check_command, command_lines, extras
+from tests.doc_commands import check_command, command_lines, extras, runs_here
 from tests.doc_pages import NAMES, ROOT, SHELLS, block_beginning, blocks, environment, files_test
 from tests.unit.test_cli import commands
 from tests.world import MOVES, World
@@ -376,6 +375,17 @@ def test_the_blocks_of_a_page_that_are_marked_to_run_succeed(name: str, tmp_path
     words = [sys.executable, "-m", "tests.doc_runner", str(ROOT / name)]
     env = environment(tmp_path)
     done = subprocess.run(words, cwd=tmp_path, env=env, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if any(runs_here(ROOT / n, each) for each in blocks(ROOT / n))]
+)
+def test_the_commands_of_a_page_run(name: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "tests.doc_commands", str(ROOT / name)]
+    env = {**environment(tmp_path), "HOME": str(tmp_path)}
+    done = subprocess.run(words, cwd=tmp_path, env=env, timeout=180, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
