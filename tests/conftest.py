@@ -8,7 +8,6 @@ import gc
 import os
 import sys
 import tempfile
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -41,17 +40,6 @@ _not_run: dict[str, set[str]] = defaultdict(set)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests that are marked slow too")
-    parser.addoption(
-        "--share",
-        type=_share,
-        metavar="K/N",
-        help="run the quick tests, and part K of N of those that are marked slow",
-    )
-
-
-def _share(text: str) -> tuple[int, int]:
-    number, parts = map(int, text.split("/"))
-    return number % parts, parts
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,25 +47,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Processes of xdist receive the options of the first process.
     """
-    is_selected = config.option.all or config.option.share or config.option.markexpr
+    is_selected = config.option.all or config.option.markexpr
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not is_selected:
         config.option.markexpr = "quick or not slow"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out most tests with psycopg 3, unless psycopg 3 is the only database.
-
-    With `--share`, leave out the slow tests of files that belong to other shares."""
-    number, parts = config.option.share or (0, 1)
+    """Leave out most tests with psycopg 3, unless psycopg 3 is the only database."""
 
     def is_kept(item: pytest.Item) -> bool:
         parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
         is_psycopg = parameters.get("database_url") == "psycopg" != " ".join(DATABASES)
-        if is_psycopg and item.path.stem.removeprefix("test_") not in DRIVER_FILES:
-            return False
-        if item.get_closest_marker("quick") or not item.get_closest_marker("slow"):
-            return True
-        return zlib.crc32(item.path.name.encode()) % parts == number
+        return not is_psycopg or item.path.stem.removeprefix("test_") in DRIVER_FILES
 
     kept = [item for item in items if is_kept(item)]
     config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])

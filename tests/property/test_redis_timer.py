@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, ClassVar
 
+import pytest
 from hypothesis import settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -133,3 +138,42 @@ def test_the_timer_behaves_like_the_model(redis_url: str) -> None:
         RedisTimerModel,
         settings=settings(max_examples=ASKED or 25, stateful_step_count=20, deadline=None),
     )
+
+
+@pytest.fixture
+def bench(redis_url: str) -> Iterator[RedisTimerHarness]:
+    with closing(RedisTimerHarness(redis_url)) as made:
+        yield made
+
+
+def test_concurrent_pollers_pass_on_each_entry_once_and_abandoned_entries_return(
+    bench: RedisTimerHarness,
+) -> None:
+    count, begin = 3000, threading.Barrier(4)
+    bench.timer.arm([bench.entry(id, priority=id % 3) for id in range(1, count + 1)])
+    handed, fallen = list[int](), list[int]()
+
+    def move(_: int) -> None:
+        begin.wait()
+        for turn in itertools.count():
+            taken = bench.take(20)
+            ids = [entry.id for some in taken for entry in some.entries]
+            if not ids:
+                return
+            if turn % 3 == 2:  # it dies before it hands its entries on
+                fallen.extend(ids)
+            else:
+                handed.extend(ids)
+                bench.timer.take({}, taken)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(move, range(4)))
+    assert sorted(handed + fallen) == [*range(1, count + 1)]
+    assert fallen, "some pollers died"
+    left = sorted(int(member.split(b":")[0]) for member in bench.members("prepare"))
+    assert left == sorted(fallen)
+    bench.clock.advance(RETURN_S + 1)
+    again: list[int] = []
+    while portion := bench.take_ids():
+        again += portion
+    assert sorted(again) == left

@@ -383,6 +383,11 @@ def a_suspended_host_keeps_its_leases(_: Any) -> float:
     return monotonic()
 
 
+@bug("db.database.Database.repeat", "conformance/claims left_locked", on="postgresql")
+def a_locked_row_is_waited_for_until_leases_end(repeat: Any, *args: Any, **options: Any) -> Any:
+    return repeat(*args, **{**options, "waits_for_locks": True})
+
+
 @bug("db.sweep_queries.is_rare", "conformance/query_plans")
 def all_rows_are_read_for_lost_leases(_: Any, condition: Any) -> Any:
     return condition
@@ -472,6 +477,11 @@ def one_process_gets_all_entries(_: Any, at: Any, number: int, size: int) -> Any
 @bug("worker.dispatcher.QueueDrain.wants_chunk", "reliability/dispatching")
 def quick_tasks_wait_behind_a_slow_one(_: Any, at: Any) -> bool:
     return at.is_deep or not at.chunks
+
+
+@bug("worker.patches.reset_hub", "unit/runtime lost_connection")
+def a_lost_connection_ends_the_worker(_: Any, hub: Any) -> Any:
+    return hub.reset()
 
 
 @bug("broker.arming.Sender.arm", "unit/background")

@@ -13,7 +13,7 @@ import pytest
 from amqp.exceptions import ConnectionForced
 from sqlalchemy import insert
 
-from delaytasks.worker.patches import reset_hub
+from delaytasks.worker import patches
 from tests.conftest import open_store
 from tests.waiting import in_child, wait_until
 from tests.world import Entry, MainProcess, MakeWorld, World
@@ -106,7 +106,7 @@ def test_a_lost_connection_that_the_event_loop_still_reads_does_not_end_the_work
         hub.add_reader(ours, lambda: None)
         for _ in range(2):
             hub.call_soon(read)
-        reset_hub(hub)
+        patches.reset_hub(hub)
         assert (called, hub.readers) == ([1], {})
         other_end.send(b"x")
         hub.add_reader(ours, lambda: called.append(2))
