@@ -10,6 +10,7 @@ import html
 import re
 import secrets
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from delaytasks.model.task import DelayedTask
 from delaytasks.operate.operations import OPERATIONS
 from delaytasks.runtime import runtime_of
 from tests.integration.operation_examples import EXAMPLES, Example, arrange, changes, state_of
-from tests.world.recording import runner_of
+from tests.world.recording import runner_of, set_columns
 
 delays = project_delays()
 console = make_console(delays, staff_viewer, secret_key="a secret")
@@ -145,6 +146,20 @@ def test_a_task_has_its_times_error_attempts_and_content_and_html_is_escaped() -
         assert text in shown
     assert shown.count("ValueError: <script>alert(1)</script> timeout") >= 3  # error and attempt
     assert HOSTILE not in viewer().get(TASKS).content.decode()
+
+
+def test_a_deferred_task_has_its_due_time_and_its_next_try() -> None:
+    task = delays.schedule_delay("fails", None, at=datetime(2031, 1, 2, 12, tzinfo=timezone.utc))
+    times = r'field-(due_at|next_try)".*?<div class="readonly">(.*?)</div>'
+
+    def shown() -> dict[str, str]:
+        page = text_of(operator().get(f"{TASKS}{task.id}/change/"))
+        return {name: text[:10] for name, text in re.findall(times, page, re.DOTALL)}
+
+    assert shown() == {"due_at": "2031-01-02", "next_try": "–"}
+    due = datetime(2030, 1, 2, 12, tzinfo=timezone.utc)
+    set_columns(runtime_of(delays).store, "tasks", {"id": task.id}, due_time=due)
+    assert shown() == {"due_at": "2030-01-02", "next_try": "2031-01-02"}
 
 
 def test_a_user_with_only_the_view_permission_sees_no_content_and_no_actions() -> None:
