@@ -55,6 +55,8 @@ def test_the_fields_of_a_form_become_arguments() -> None:
         with pytest.raises(InvalidInputError) as caught:
             OPERATIONS["schedule"].parse({name: typed})
         assert caught.value.argument == name
+    with pytest.raises(InvalidInputError, match="'90' has no unit; write 2h"):
+        OPERATIONS["pause"].parse({"until": "90"})
 
 
 def test_a_field_has_a_label_and_the_words_to_choose_from() -> None:
