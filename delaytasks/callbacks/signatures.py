@@ -189,7 +189,12 @@ def webhook(secrets: str | Iterable[str]) -> Callable[[Callable[..., R]], Callab
         is_async = inspect.iscoroutinefunction(view)
         decorated: Any = functools.wraps(view)(areceive if is_async else receive)
         decorated.csrf_exempt = True  # of Django
-        signature = inspect.signature(view)  # FastAPI gives a value for each parameter in it
+        # FastAPI gives a value for each parameter in it. Old versions would look for the names of
+        # annotations in this module.
+        try:
+            signature = inspect.signature(view, eval_str=True)
+        except NameError:  # imported for type checkers only
+            signature = inspect.signature(view)
         others = [each for name, each in signature.parameters.items() if name != "callback"]
         decorated.__signature__ = signature.replace(parameters=others)
         typed: Callable[..., R] = decorated
