@@ -351,16 +351,15 @@ class Failure(NamedTuple):
 
 #: A prepared statement is missing, exists already or is out of date. It is not used again.
 PREPARED_IS_GONE = Failure(("26000", "42P05", "0A000"))
-#: The same transaction may simply be tried again: serialization failure, deadlock (or a failed
-#: certification of Galera), lock not available, record has changed, rolled back by group
-#: replication.
-CONFLICT = Failure(
-    ("40001", "40P01", "55P03", *PREPARED_IS_GONE.sqlstates),
-    frozenset({1205, 1213, 1020, 3101}),
-    ("database is locked",),
-)
-#: The one of these errors that comes after `ROW_LOCK_TIMEOUT_S`.
+#: A row stayed locked for `ROW_LOCK_TIMEOUT_S`.
 LOCKED = Failure(("55P03",), frozenset({1205}), ("database is locked",))
+#: The same transaction may simply be tried again: serialization failure, deadlock (or a failed
+#: certification of Galera), a locked row, record has changed, rolled back by group replication.
+CONFLICT = Failure(
+    ("40001", "40P01", *LOCKED.sqlstates, *PREPARED_IS_GONE.sqlstates),
+    LOCKED.numbers | {1213, 1020, 3101},
+    LOCKED.texts,
+)
 #: A server that accepts no writes: it was the primary, or lost its cluster (Galera's "not ready",
 #: read-only servers, sessions and InnoDB, group replication without a majority). A new connection
 #: may reach the primary.
