@@ -425,6 +425,7 @@ class Settlements:
         return settlement._replace(move="fail", error=error, expected_time=None)
 
     def _new_values(self, settlement: Settlement) -> tuple[Any, ...]:
+        ending = settlement.ending
         return (
             settlement.task.id,
             settlement.task.version,
@@ -438,8 +439,8 @@ class Settlements:
             settlement.due_time
             if settlement.expected_time is not None
             else settlement.task.due_time,
-            int(not settlement.ending.is_attempt),
-            int(not settlement.ending.has_run),
+            int(not ending.is_attempt),
+            int(not ending.has_run),
             settlement.task.late_by if settlement.move != "give_back" else _if_held(settlement),
         )
 

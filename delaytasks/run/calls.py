@@ -774,7 +774,8 @@ class Calls:
         self, processor: ProcessorSpec | None, tasks: Sequence[DelayedTask], claimed: datetime
     ) -> list[Settlement]:
         """Run tasks of one tag, one or as many as its processor takes in one call."""
-        settlements, began, pid = list[Settlement](), self._clock.now(), os.getpid()
+        settlements: list[Settlement] = []
+        began, pid = self._clock.now(), os.getpid()
         for call in self._ready_calls(processor, tasks, claimed, began, settlements):
             for observer in self.observers:
                 for run in call.runs:

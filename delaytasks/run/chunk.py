@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -643,13 +643,18 @@ class ChunkRunner:
     ) -> None:
         """Note in `late_by` of the rows that start late what brought them, and why not earlier."""
         late_before, now_us = now - LATE, to_us(now)
+        # Rows that fell due together have one reason.
+        why_since = cache(lambda since: self._host.memory.why_late(to_us(since), now_us))
         for task in tasks:
             if (task.due_time or task.expected_time) < late_before:
-                task.late_by = brought_by + self._why_late(task, late_before, now_us)
+                task.late_by = brought_by + self._why_late(task, late_before, why_since)
             elif task.late_by is not None:  # of an earlier run
                 task.late_by = None
 
-    def _why_late(self, task: DelayedTask, late_before: datetime, now_us: int) -> LateReason:
+    @staticmethod
+    def _why_late(
+        task: DelayedTask, late_before: datetime, why_since: Callable[[datetime], LateReason]
+    ) -> LateReason:
         if task.lapses > 0:
             return LateReason.LEASE_LOST
         if task.late_by == LateReason.HELD:
@@ -659,7 +664,7 @@ class ChunkRunner:
         since = max(task.expected_time, task.create_time or task.expected_time)
         if since >= late_before:
             return LateReason.SCHEDULED_LATE
-        return self._host.memory.why_late(to_us(since), now_us)
+        return why_since(since)
 
     def close(self, chunk: Chunk, settle: Settle | None = None) -> None:
         """Give back the waiting rows, and settle them with the rows that have ended.
