@@ -293,7 +293,7 @@ def _perform_on_many(operation: Operation) -> Response:
                 begun.set_exception(error)
         finally:
             shared.threads.release()
-            shared.forget()
+            shared.cache.forget()
 
     record = recorder(operation.name, given())
     _start_thread(shared.threads, work)

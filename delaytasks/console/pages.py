@@ -41,10 +41,10 @@ from delaytasks.model.inputs import ALL_QUEUES, check_id, check_tag, parse_durat
 from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
 from delaytasks.operate.forecast import KEPT_S, MAX_PROCESSES, Forecast, busiest, headline
-from delaytasks.operate.health import Problem, verdict_of
+from delaytasks.operate.health import verdict_of
 from delaytasks.operate.operations import NO_LIMIT, integer
 from delaytasks.operate.searches import SearchTimeoutError
-from delaytasks.operate.state import DeploymentState, snapshot
+from delaytasks.operate.state import snapshot
 from delaytasks.operate.statistics import (
     OTHER_TAGS,
     RunTotals,
@@ -76,7 +76,7 @@ def overview() -> dict[str, Any]:
         "now": found.now,
         "settings": state().delays.settings,
         "database_url": runtime().store.database.shown_url,
-        "verdict": verdict_of(found, zone, _ahead(found)),
+        "verdict": verdict_of(found, zone),
         "due": due,
         "is_due_cut": sum(due) >= MOST_DUE,
         "due_chart": stacked_bars(starts, BAR, [Series("due", "due", due)]),
@@ -84,18 +84,6 @@ def overview() -> dict[str, Any]:
         "on_time": cache.get("on_time", SHARES_S, lambda: gather_on_time(statistics, registry)),
         "on_time_target": ON_TIME_TARGET,
     }
-
-
-def _ahead(found: DeploymentState) -> list[Problem]:
-    """Return a problem if an hour of the last forecast does not fit."""
-    if not found.alive:
-        return []  # the forecast would be that of assumed processes
-    recent = state().forecasts.last("week", KEPT_S, state().delays.forecast)
-    full = None if recent is None else recent.first_full
-    if recent is None or full is None or (found.overdue and full.start <= found.now):
-        return []  # the overdue tasks are the peak
-    text = f"A peak is ahead. {headline(recent, day_and_time)}"
-    return [Problem("warning", text, "forecast", flaw="a peak ahead will start late")]
 
 
 #: The bars of the histogram of due times, the time of each, and the limits of the read.

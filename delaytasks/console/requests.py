@@ -98,17 +98,10 @@ class ConsoleState:
         self.cache = SharedCache()
         #: The runs, which no action changes.
         self.history = SharedCache()
-        #: The forecast of the overview, which only an action of many tasks changes.
-        self.forecasts = SharedCache()
         #: The bulk operations of this process, and the event that stops each, by its log entry.
         self.threads = threading.BoundedSemaphore(MOST_ACTIVE)
         self.stops = WeakValueDictionary[int, threading.Event]()
         self.logins = LoginLimit()
-
-    def forget(self) -> None:
-        """Drop what was read, after an action of many tasks: it may have spread a peak."""
-        self.cache.forget()
-        self.forecasts.forget()
 
     def snapshot(self) -> DeploymentState:
         """Return the state of the deployment, which is some seconds old, and up to a minute if the

@@ -147,20 +147,15 @@ class Verdict:
         return {"level": self.level, "headline": self.headline, "problems": problems}
 
 
-def verdict_of(
-    state: DeploymentState, zone: tzinfo = UTC, ahead: Sequence[Problem] = ()
-) -> Verdict:
-    """Judge a state. Times of day are in `zone`.
-
-    `ahead` has problems that will make tasks late.
-    """
+def verdict_of(state: DeploymentState, zone: tzinfo = UTC) -> Verdict:
+    """Judge a state. Times of day are in `zone`."""
     if state.problem == READ_ONLY:
         text = f"The database answers, but {READ_ONLY}."
         return Verdict("bad", "Stopped. The database is read-only.", [Problem("bad", text)])
     problems = [*_stopped(state), *_late(state)]
     for judge in (_failures, _services, _workers, _limited, _paused, _lost):
         problems += judge(state, zone)
-    problems += [*_late_starts(state), *ahead]
+    problems += _late_starts(state)
     worst_first = sorted(problems, key=lambda each: -SEVERITIES.index(each.level))
     level = worst_first[0].level if worst_first else "good"
     flaw = next((each.flaw for each in worst_first if each.flaw), "")

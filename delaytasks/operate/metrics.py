@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from functools import partial
 from itertools import accumulate
 from math import inf
@@ -22,7 +21,6 @@ from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LATE_S, late_start
 from delaytasks.model.text import needs_extra
-from delaytasks.operate.forecast import KEPT_S, Forecast, make_forecast
 from delaytasks.operate.serving import SharedCache
 from delaytasks.operate.state import DeploymentState, ask_broker
 from delaytasks.run.observers import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, RunCounts
@@ -187,8 +185,6 @@ class DatabaseMetrics(Collector):
         yield gauge("database_up", "Whether the database answers.", found is not None)
         if found is not None:
             yield from table_metrics(found)
-            forecast = self._cache.last("forecast", KEPT_S, partial(make_forecast, runtime))
-            yield from peak_metrics(forecast, found.now)
         if runtime.direct_timer is None:
             yield gauge("broker_up", "Whether the broker answers.", ask_broker(runtime) is None)
         if runtime.redis_timer is not None:
@@ -236,20 +232,6 @@ def queue_workers(found: DeploymentState) -> dict[str, int]:
     served = {queue for worker in found.alive for queue in worker.queues} - {ALL_QUEUES}
     names = dict.fromkeys([group.queue for group in found.late] + sorted(served))
     return {name: len(found.serving(name)) for name in list(names)[:MAX_QUEUES]}
-
-
-def peak_metrics(forecast: Forecast | None, now: datetime) -> Iterator[Metric]:
-    """Yield the metrics of a forecast. They have no values if there is none."""
-    peak = None if forecast is None else forecast.peak
-    utilization = None if forecast is None else 0.0 if peak is None else peak.utilization
-    ahead_s = None if peak is None else max((peak.start - now).total_seconds(), 0.0)
-    about = (
-        "The share of the busiest hour of the next week for which its tasks keep the processes "
-        "busy. Above 1, tasks start late."
-    )
-    yield gauge("forecast_peak_utilization", about, utilization)
-    about = "Time until this hour begins; 0 if it has begun."
-    yield gauge("forecast_peak_in_seconds", about, ahead_s)
 
 
 # -- Show them over HTTP or in a file -------------------------------------------------------------

@@ -10,13 +10,11 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from delaytasks.loops import within
 from delaytasks.model.clock import monotonic
-from delaytasks.model.errors import ConfigError, StoreError
+from delaytasks.model.errors import ConfigError
 from delaytasks.operate.health import HealthChecks
 from delaytasks.settings import make_folder, write_file
 
@@ -75,9 +73,6 @@ KEPT_PER_READ = 20.0
 LONGEST_KEPT_S = 60.0
 #: Seconds for which the waiting threads get the error of a read instead of repeating it.
 ERROR_KEPT_S = 4.0
-#: Seconds for which a caller that has to answer soon waits for an expensive value. Its reads take
-#: half a percent of the time, if that is at most an hour.
-PATIENCE_S, LAST_PER_READ, LAST_LONGEST_S = 0.5, 200.0, 3600.0
 
 
 class _Slot:
@@ -101,7 +96,6 @@ class SharedCache:
         kept_s: float,
         read: Callable[[], T],
         *,
-        per_read: float = KEPT_PER_READ,
         longest_s: float = LONGEST_KEPT_S,
         has_failed: Callable[[T], bool] = lambda value: False,
     ) -> T:
@@ -112,8 +106,9 @@ class SharedCache:
 
         Parameters
         ----------
-        per_read, longest_s
-            A value is kept this many times as long as its read took, but not longer than that.
+        longest_s
+            A value is kept `KEPT_PER_READ` times as long as its read took, but not longer than
+            this.
         has_failed
             Says that a value contains an error. It is then kept for `kept_s` seconds, however long
             the database was silent.
@@ -129,29 +124,12 @@ class SharedCache:
                     slot.until = monotonic() + min(kept_s, ERROR_KEPT_S)
                     raise
                 ended = monotonic()
-                slow_s = min(per_read * (ended - began), longest_s)
+                slow_s = min(KEPT_PER_READ * (ended - began), longest_s)
                 slot.until = ended + (kept_s if has_failed(slot.value) else max(kept_s, slow_s))
             if slot.error is not None:
                 raise slot.error.with_traceback(None)  # each raise would make it longer
             value: T = slot.value
             return value
-
-    def last(self, key: Hashable, kept_s: float, read: Callable[[], T]) -> T | None:
-        """Return the last value, for pages and scrapes, while a thread makes an expensive new one.
-
-        The caller that finds the last one too old waits for `PATIENCE_S` seconds. Without a last
-        value, or after an error of the database, None is returned.
-        """
-
-        def renew() -> T:
-            return self.get(key, kept_s, read, per_read=LAST_PER_READ, longest_s=LAST_LONGEST_S)
-
-        slot = self._slot(key)
-        if monotonic() >= slot.until and not slot.lock.locked():
-            with suppress(TimeoutError, StoreError):
-                within(PATIENCE_S, renew)
-        last: T | None = slot.value
-        return last
 
     def _slot(self, key: Hashable) -> _Slot:
         with self._lock:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from delaytasks import NewTask
 from delaytasks.operate.metrics import exporter_app
 from tests.world import World
 from tests.world.recording import delays_on
@@ -78,21 +77,6 @@ def test_the_workers_that_report_are_counted_and_show_what_they_lack(world: Worl
     assert (values.of("beat_age_seconds") or 0) >= 500, "a worker without a broker hears nothing"
 
 
-def test_the_peak_of_the_next_week_is_forecast(world: World) -> None:
-    world.lower(patience_of_pages=60)
-    values = Values(world.delays)
-    assert values.of("forecast_peak_utilization") == 0
-    assert values.of("forecast_peak_in_seconds") is None
-    world.serve("alive", "default")
-    at = world.now() + timedelta(days=2)
-    world.delays.schedule_many(NewTask("mail", n, at=at) for n in range(3000))
-    world.schedule("mail", delay=60)
-    values = Values(world.delays)
-    # Two processes need 50 ms for each of 3,000 tasks.
-    assert values.of("forecast_peak_utilization") == pytest.approx(75 / 3600)
-    assert 46 * 3600 <= (values.of("forecast_peak_in_seconds") or 0) <= 48 * 3600
-
-
 @pytest.mark.quick
 def test_a_database_that_does_not_answer_is_down(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("nothing")
@@ -100,5 +84,4 @@ def test_a_database_that_does_not_answer_is_down(tmp_path_factory: pytest.TempPa
     values = Values(delays)
     assert values.of("database_up") == 0
     assert values.of("workers") is None
-    assert values.of("forecast_peak_utilization") is None
     delays.close()

@@ -189,7 +189,7 @@ class Site:
 
     def forget(self) -> None:
         """Let the next page read the database again."""
-        self.app.extensions[EXTENSION].forget()
+        self.app.extensions[EXTENSION].cache.forget()
 
     def begun_run(self, tag: str) -> str:
         """Return the path of a bulk run that has done a half, and goes on until it is stopped."""

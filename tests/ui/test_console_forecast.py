@@ -10,13 +10,11 @@ import pytest
 
 from delaytasks import NewTask
 from delaytasks.console.viewers import Role
-from delaytasks.db.types import db_now_plus
-from delaytasks.operate import forecast, serving
+from delaytasks.operate import forecast
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, healthy_site, make_delays, write_on_time
 from tests.ui.test_console_bulk import confirm
 from tests.ui.test_console_pages import heading
-from tests.world.recording import set_columns
 
 FITTING, PEAK = 600, 3000
 
@@ -75,14 +73,12 @@ def test_a_wrong_question_is_explained(site: Site, query: str) -> None:
     assert "This is not possible" in answer.text
 
 
-# -- The overview shows a peak ahead, and the share of tasks on time ------------------------------
+# -- The overview shows the share of tasks on time -------------------------------------------------
 
 
 @pytest.fixture
-def quiet(sqlite_path: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def quiet(sqlite_path: Callable[..., str]) -> Iterator[Site]:
     """A deployment with one process, in which nothing is wrong."""
-    monkeypatch.setattr(forecast, "ASSUMED_DURATION_S", 2.0)
-    monkeypatch.setattr(serving, "PATIENCE_S", 60.0)
     with healthy_site(sqlite_path()) as site:
         yield site
 
@@ -90,44 +86,6 @@ def quiet(sqlite_path: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> I
 def schedule_peak(site: Site, tasks: int = PEAK) -> None:
     at = runtime_of(site.delays).clock.now().replace(microsecond=0) + timedelta(days=2)
     site.delays.schedule_many(NewTask("newsletter.send", {"to": n}, at=at) for n in range(tasks))
-
-
-def test_a_peak_ahead_is_named_with_a_link_to_its_forecast(quiet: Site) -> None:
-    quiet.delays.schedule_many(NewTask("order.close", {}, delay=3600) for _ in range(500))
-    assert heading(quiet.client().get("/").text) == "✓ On time.", "this peak will be on time"
-    schedule_peak(quiet)
-    quiet.forget()
-    # Tasks that no worker runs do not hide it.
-    quiet.delays.schedule_delay("feed.read", {}, timedelta(days=4), queue="feeds")
-    text = quiet.client(Role.VIEW).get("/").text
-    assert heading(text) == "! On time, but a peak ahead will start late."
-    [problem] = re.findall(r'<li class="warn">.*?</li>', text, re.DOTALL)
-    sentences = (
-        r"A peak is ahead\. From \w+ \w+ \d+, \d\d:00 UTC: 3,000 tasks of newsletter\.send keep "
-        r"1 process busy for 1h40m\. 2 processes would run them within the hour\."
-    )
-    assert re.search(sentences, problem), problem
-    assert 'href="/forecast"' in problem
-    client = quiet.client(Role.OPERATE)
-    link = "/bulk?action=reschedule&tag=newsletter.send&status=NOT_COMPLETE"
-    assert f"{PEAK:,} changed" in confirm(client, link, jitter="6h")[1]
-    assert heading(client.get("/").text) == "✓ On time.", "a peak that was spread is none"
-
-
-def test_overdue_tasks_and_those_without_a_live_worker_are_no_peak_ahead(quiet: Site) -> None:
-    """A worker has to be started in any case, and the forecast would be for an assumed one."""
-    schedule_peak(quiet)
-    store = runtime_of(quiet.delays).store
-    store.workers.remove("celery@a")
-    text = quiet.client().get("/").text
-    assert heading(text) == "! Stopped. No worker is alive."
-    assert "A peak" not in text
-    store.workers.report("celery@a", ["default"], "prefork", 1, 0)
-    set_columns(store, "tasks", expected_time=db_now_plus(-60))
-    quiet.forget()
-    text = quiet.client().get("/").text
-    assert heading(text).startswith("! Late.")
-    assert "A peak" not in text
 
 
 def test_the_overview_shows_the_share_on_time_of_each_tag(quiet: Site) -> None:

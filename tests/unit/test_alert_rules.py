@@ -35,9 +35,6 @@ HEALTHY = {
     'delaytasks_worker_broker_down_seconds{worker="w1"}': "0x20 45 0x99",
     'delaytasks_worker_timer_down_seconds{worker="w1"}': "0x20 45 0x99",
     "delaytasks_beat_age_seconds": "4x20 45 4x99",
-    # A busy hour is no problem, and nor is a full one that is not a forecast any more.
-    "delaytasks_forecast_peak_utilization": "0.9x75 2x45",
-    "delaytasks_forecast_peak_in_seconds": "3600x75 0x45",
     'delaytasks_timer_up{instance="w1"}': "1x120",
     'delaytasks_loop_turned_seconds{instance="w1",loop="leases"}': "1x120",
 }
@@ -63,9 +60,6 @@ PROBLEMS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {'worker_broker_down_seconds{worker="w1"}': "61+60x120"}, {"worker": "w1"}
     ),
     "BeatSilent": ({"beat_age_seconds": "61+60x120"}, {}),
-    "PeakAhead": (
-        {"forecast_peak_utilization": "1.4x120", "forecast_peak_in_seconds": "7200x120"}, {}
-    ),
     "TimerDown": ({'timer_up{instance="w1"}': "0x120"}, {"instance": "w1"}),
     "LoopStuck": (
         {'loop_turned_seconds{instance="w1",loop="leases"}': "61+60x120"},

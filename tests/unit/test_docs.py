@@ -43,7 +43,6 @@ from delaytasks.events import _LOG_LEVELS as LEVELS
 from delaytasks.events import Events
 from delaytasks.http_api.routes import ROUTES
 from delaytasks.model import errors
-from delaytasks.model.clock import from_us
 from delaytasks.model.moves import Move
 from delaytasks.model.text import DEFERRALS
 from delaytasks.operate import metrics
@@ -94,8 +93,7 @@ def metric_names() -> set[str]:
     lists = dict.fromkeys("late sweeps workers alive".split(), ())
     numbers = dict.fromkeys("overdue oldest_overdue_s expired_leases beat_age_s".split(), 0)
     empty: Any = SimpleNamespace(rows={}, **lists, **numbers)
-    peak = metrics.peak_metrics(None, from_us(0))
-    found = chain(metrics.table_metrics(empty), peak, worker.collect())
+    found = chain(metrics.table_metrics(empty), worker.collect())
     names = {f"delaytasks_{name}_up" for name in ("database", "broker", "redis_timer")}
     names.add("delaytasks_scheduled_total")  # a recipe counts these
     return names | {each.name + ("_total" if each.type == "counter" else "") for each in found}

@@ -124,27 +124,3 @@ def test_threads_that_wait_get_the_error_of_the_first(time: ManualTime) -> None:
     assert len(reads) == 1
     time.at += 4.01
     assert get() == 7
-
-
-def test_who_must_answer_soon_gets_the_last_value_while_a_thread_reads(time: ManualTime) -> None:
-    shared, reads, goes_on = SharedCache(), list[int](), threading.Event()
-
-    def read() -> int:
-        reads.append(1)
-        time.at += 1
-        assert len(reads) == 1 or goes_on.wait(30)
-        if len(reads) > 2:
-            raise StoreUnavailableError("down")
-        return len(reads)
-
-    def last() -> int | None:
-        return shared.last("numbers", 10.0, read)
-
-    assert [last(), last()] == [1, 1]
-    time.at += 200
-    assert [last(), last()] == [1, 1], "the second caller waits for nothing"
-    goes_on.set()
-    wait_until(lambda: last() == 2, 20, "the new value")
-    time.at += 200
-    assert [last(), last()] == [None, None], "an error is kept too"
-    assert len(reads) == 3

@@ -53,7 +53,6 @@ NASTY = (
 #: The limits that `World.lower` lowers, and their names in the code of today.
 LIMITS = {
     "changes_of_a_read": "operate.searches.MOST_CHANGES",
-    "patience_of_pages": "operate.serving.PATIENCE_S",
     "tasks_counted": "operate.forecast.MAX_COUNTED",
     "occurrences_computed": "operate.forecast.MAX_OCCURRENCES",
     "named_queues_of_a_look": "worker.sweep.MOST_NAMED",

@@ -148,7 +148,6 @@ def test_every_expression_of_the_dashboard_has_a_result(
     for name, value in (("pool_processes", 4), ("runs_on_time_total", 1)):
         assert prometheus.has(f"sum(delaytasks_{name})", value)
     wait_for('sum(delaytasks_scheduled_total{job="producer"})', 38 + len(followers))
-    assert 0 < prometheus.results("delaytasks_forecast_peak_utilization")[0] < 1
 
     panels = json.loads(read_file("dashboard"))["panels"]
     targets = [(panel["title"], it) for panel in panels for it in panel.get("targets", ())]
