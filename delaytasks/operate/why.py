@@ -290,19 +290,22 @@ def _due(facts: Facts, task: DelayedTask) -> Reason:
 
 
 def _all_busy(facts: Facts, queue: str) -> Reason | None:
-    """Return which tasks occupy all processes of the workers of a queue for long, if any do."""
+    """Return what occupies all processes of the workers of a queue, if none is free."""
     serving, running = facts.serving(queue), facts.long_running
-    processes = sum(each.concurrency for each in serving)
-    if not running or any(each.busy is None or each.busy < each.concurrency for each in serving):
+    if any(each.busy is None or each.busy < each.concurrency for each in serving):
         return None
+    processes = sum(each.concurrency for each in serving)
+    sentence = f"No process of the workers of the queue {queue} is free (of {processes:,})"
+    if not running:
+        text = f"{sentence}: more tasks are due than they can run."
+        return Reason("busy", text, "Start more workers, or give them more processes.")
     named = ", ".join(
         f"{tag} ({number:,}, the first since {show_duration(for_s)})"
         for tag, number, for_s in running
     )
     return Reason(
         "busy",
-        f"All {count(processes, 'process', 'processes')} of the workers of the queue {queue} are "
-        f"busy, for long with {named}.",
+        f"{sentence}: they have been busy for long with {named}.",
         "If they hang, give their processors a time_limit, and restart the workers.",
         running[0][0],
     )

@@ -153,12 +153,14 @@ def test_a_retry_has_its_number_time_and_error_and_a_run_its_worker(world: World
 
 def test_tasks_that_occupy_all_processes_are_named(world: World) -> None:
     task = put(world, expected_time=ago(world, minutes=1))
-    for _ in range(3):
-        hanging = world.put(Status.RUNNING, tag="hang", queue=QUEUE)
-        world.change(hanging, execution_time=ago(world, minutes=4))
     world.store.workers.report(WORKER, [QUEUE], "prefork", 3, 0, [TAG], busy=2)
     assert codes(world, task) == ["due"]
     world.store.workers.report(WORKER, [QUEUE], "prefork", 3, 0, [TAG], busy=3)
-    says(world, task, "busy", "All 3 processes of", f"queue {QUEUE} are busy", "hang (3, the first")
+    none = f"No process of the workers of the queue {QUEUE} is free (of 3)"
+    says(world, task, "busy", f"{none}: more tasks are due than they can run.")
+    for _ in range(3):
+        hanging = world.put(Status.RUNNING, tag="hang", queue=QUEUE)
+        world.change(hanging, execution_time=ago(world, minutes=4))
+    says(world, task, "busy", f"{none}: they have been busy for long with hang (3, the first")
     [late] = world.state().late
     assert (late.tag, late.reason.code) == (TAG, "busy")
