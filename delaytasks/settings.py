@@ -415,9 +415,6 @@ class Settings:
         """Return whether the number of a message or of beat's schedule is a sweep partition."""
         return type(number) is int and 0 <= number < self.sweep_partitions
 
-    def origin(self, name: str) -> str:
-        return self.given[name][1] if name in self.given else "default"
-
     def effective(self) -> list[tuple[str, str, str, str]]:
         """Return the name, value as written, origin and meaning of each setting.
 

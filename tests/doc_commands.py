@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import cache
 from itertools import pairwise
@@ -183,9 +184,9 @@ class Commands:
             check_command(["delaytasks", *words], text)
             return
         self._make_tasks(command)
-        if "--follow" in words:
-            words = [*words, "--for", "0s"]
-        with patch.object(Cli, "require_terminal"):
+        ctrl_c = patch("delaytasks.cli.tasks.time.sleep", side_effect=KeyboardInterrupt)
+        ends = ctrl_c if "--follow" in words else nullcontext()
+        with patch.object(Cli, "require_terminal"), ends:
             done = CliRunner().invoke(main, words, input=_ANSWERS.get(command[0], "y\n"))
         codes = (0, 1) if command[0] in _ANSWERS_BY_CODE else (0,)
         assert done.exit_code in codes, f"{text}\n{done.output}\n{done.exception!r}"

@@ -456,7 +456,14 @@ class HttpCallbacks:
     def _tls(self) -> ssl.SSLContext:
         # All connections share it: reading the certificate authorities takes as long as 40
         # callbacks.
-        return tls_context()
+        ca_file = os.environ.get("SSL_CERT_FILE") or DEFAULT_CA_BUNDLE_PATH
+        try:
+            return ssl.create_default_context(cafile=ca_file)
+        except OSError as error:
+            raise ConfigError(
+                f"SSL_CERT_FILE = {shown(ca_file)} cannot be read ({error}): name a PEM file of "
+                "the certificate authorities that HTTP callbacks trust, or unset it"
+            ) from None
 
     def content(self, url: str, body: Any, headers: Mapping[str, str] | None) -> dict[str, Any]:
         """Return the body of a callback's task, after checking it."""
@@ -619,15 +626,3 @@ class _Response(http.client.HTTPResponse):
         raise http.client.HTTPException(
             f"more than {MAX_INTERIM_RESPONSES} interim responses (status 1xx)"
         )
-
-
-def tls_context() -> ssl.SSLContext:
-    """Return the context with the certificate authorities of callbacks."""
-    ca_file = os.environ.get("SSL_CERT_FILE") or DEFAULT_CA_BUNDLE_PATH
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:
-        raise ConfigError(
-            f"SSL_CERT_FILE = {shown(ca_file)} cannot be read ({error}): name a PEM file of the "
-            "certificate authorities that HTTP callbacks trust, or unset it"
-        ) from None

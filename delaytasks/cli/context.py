@@ -93,16 +93,14 @@ class Cli:
     command
         The beginning of a command line that the user can copy from a hint.
     app_name
-        The app as `celery -A` takes it, for the processes that a command starts.
-    app_origin
-        How the app was chosen: "default", "command line", "environment" or another word.
+        The app as `celery -A` takes it, for the processes that a command starts. None if the app
+        is known only to Flask.
     """
 
     ctx: click.Context
     find: Callable[[], Any]
     command: str
-    app_name: str
-    app_origin: str
+    app_name: str | None
 
     def __post_init__(self) -> None:
         self.is_json, self.stdout, ctx = is_json(self.ctx), sys.stdout, self.ctx
@@ -184,17 +182,6 @@ class Cli:
         if not self.is_json:
             click.secho(text, fg=NOTED, err=True)
 
-    def note_broker_away(self) -> None:
-        """Print a note if the broker does not answer. JSON documents have no notes."""
-        if self.is_json:
-            return
-        runtime = self.runtime
-        runtime.flush()
-        if not runtime.timer.is_up:
-            self.note(
-                "The broker cannot be reached: the database has the task, and a sweep will send it."
-            )
-
     def rewrite(self, message: str) -> str:
         """Return the message with its commands and options as the user would type them.
 
@@ -202,13 +189,12 @@ class Cli:
         rerun`, `delaytasks -A APP db` or `flask --app APP delays db`. The user may have called
         `delaytasks -A shop`, or `celery -A shop delays`.
         """
-        if self.app_origin != "default":
+        if self.app_name is not None:
             message = message.replace("celery -A … ", f"celery -A {self.app_name} ")
-        message = message.replace("by tag= and key=", "by --tag and --key")
         group = self.ctx.command
         names = group.list_commands(self.ctx) if isinstance(group, click.Group) else []
         ours = rf"(?:delaytasks (?:-A APP )?|flask --app APP delays )(?=(?:{'|'.join(names)})\b)"
-        return re.sub(rf"(?<!-m )\b{ours}", lambda _: f"{self.command} ", message)
+        return re.sub(rf"\b{ours}", lambda _: f"{self.command} ", message)
 
 
 #: Passes the `Cli` to a command as its first argument.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 from importlib import import_module
 from typing import Any
 
@@ -22,10 +20,6 @@ _MODULES = {
     "status": "check db status",
     "tasks": "cancel list rerun reschedule show",
     "up": "run up",
-}
-_ORIGINS: dict[ParameterSource | None, str] = {
-    ParameterSource.COMMANDLINE: "command line",
-    ParameterSource.ENVIRONMENT: "environment",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -73,12 +67,9 @@ def main(ctx: click.Context, app: str) -> None:
     delaytasks schedule order.close '{"order": 7}' --delay 30m
     delaytasks list --status FAILED
     """
-    origin = _ORIGINS.get(ctx.get_parameter_source("app"), "default")
-    is_module = sys.argv[0].endswith(os.path.join("delaytasks", "__main__.py"))
-    command = "python -m delaytasks" if is_module else "delaytasks"
-    if origin == "command line":
-        command += f" -A {shlex.quote(app)}"
-    ctx.obj = Cli(ctx, lambda: find_app(app), command, app, origin)
+    is_typed = ctx.get_parameter_source("app") is ParameterSource.COMMANDLINE
+    command = f"delaytasks -A {shlex.quote(app)}" if is_typed else "delaytasks"
+    ctx.obj = Cli(ctx, lambda: find_app(app), command, app)
 
 
 @click.group(cls=AllCommands)
@@ -94,7 +85,7 @@ def delays(ctx: click.Context) -> None:
     app, name = ctx.obj.app, ctx.parent and ctx.parent.params.get("app")
     command = f"celery -A {shlex.quote(name)} delays" if isinstance(name, str) else "celery delays"
     app_name = name if isinstance(name, str) else DEFAULT_APP
-    ctx.obj = Cli(ctx, lambda: app, command, app_name, "celery")
+    ctx.obj = Cli(ctx, lambda: app, command, app_name)
 
 
 @click.group("delays", cls=AllCommands)
@@ -120,4 +111,4 @@ def flask_delays(ctx: click.Context) -> None:
             "where the app is made"
         )
 
-    ctx.obj = Cli(ctx, find, command, DEFAULT_APP, "flask")
+    ctx.obj = Cli(ctx, find, command, None)

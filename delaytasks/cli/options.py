@@ -6,18 +6,16 @@ import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
-from delaytasks.cli.output import Cell, Made, Part, Table, cell, coloured, sentence
+from delaytasks.cli.output import Made, Part, Table, cell, coloured, sentence
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.filters import LogEntry
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import DelayedTask
-from delaytasks.model.text import some_values
 from delaytasks.operate.operations import (
     BODY,
     FLAG,
@@ -110,8 +108,6 @@ def perform(cli: Cli, operation: Operation, given: dict[str, Any]) -> None:
             cli.note(_EMPTY[operation.name])
         case RecurringSchedule(is_declared=True) if operation.done == "removed":
             cli.note("Workers whose code declares it add it again. To stop it, pause it.")
-        case DelayedTask():
-            cli.note_broker_away()
 
 
 @cache
@@ -141,18 +137,10 @@ def command_of(
 
 
 def read_body(typed: str | None) -> Any:
-    """Return the body that a person typed: JSON, the name of a file, or - for stdin."""
+    """Return the body that a person typed: JSON, or - for stdin."""
     if typed is None:
         return None
-    try:
-        if typed == "-":
-            typed = sys.stdin.read()
-        elif typed.startswith("@"):
-            typed = Path(typed[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        name = typed[1:] or "stdin"
-        raise click.BadParameter(f"cannot read {name}: {error}", param_hint="'BODY'") from None
-    return BODY.parse(typed)
+    return BODY.kind.parse(sys.stdin.buffer.read() if typed == "-" else typed, BODY.name)
 
 
 # -- what they print ------------------------------------------------------------------------------
@@ -176,7 +164,6 @@ def _parts(result: Any, done: str, now: datetime) -> list[Part]:
         case [LogEntry(), *_]:
             made: Made = {
                 "id": lambda entry: str(entry.id),
-                "filter": _filter_of,
                 "state": lambda entry: coloured(entry.state),
             }
             return [Table.of(_ENTRY, result, made, folded="actor,filter", extra="seen")]
@@ -192,9 +179,3 @@ def _parts(result: Any, done: str, now: datetime) -> list[Part]:
         case DelayedTask():
             return [sentence(result, done, now)]
     return []
-
-
-def _filter_of(entry: LogEntry) -> Cell:
-    """Return the filter, with the first of its ids. The JSON document has all of them."""
-    ids = {"ids": some_values(entry.filter["ids"])} if "ids" in entry.filter else {}
-    return {**entry.filter, **ids}

@@ -25,7 +25,7 @@ from delaytasks.operate.texts import last_line, show_from_now, show_instant, sho
 #: Printed in a cell without a value, so that a script can count the columns of a piped table.
 NOTHING = "-"
 #: The longest text in a column whose cells may take several lines, and in another one.
-LONGEST, LONGEST_CELL = 10_000, 200
+LONGEST, LONGEST_FOLDED, LONGEST_CELL = 10_000, 1_000, 200
 BAD, GOOD, NOTED = "red", "green", "yellow"
 #: A value, or (value, colour).
 Cell = object
@@ -138,7 +138,7 @@ def _lines(table: Table, is_terminal: bool) -> list[str]:
     columns = dict(zip(names, zip(*table.rows, strict=True), strict=True))
     texts = dict[str, list[Text]]()
     for name, values in columns.items():
-        longest = LONGEST if name in folded else LONGEST_CELL
+        longest = LONGEST_FOLDED if name in folded else LONGEST_CELL
         coloured = (value if isinstance(value, tuple) else (value, "") for value in values)
         texts[name] = [Text(cell(value, longest), colour) for value, colour in coloured]
     widths = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import logging
 import os
 import signal
 import sys
@@ -25,8 +24,6 @@ from delaytasks.settings import Address
 
 if TYPE_CHECKING:
     from delaytasks.console.viewers import UserFile
-
-logger = logging.getLogger(__name__)
 
 CONSOLE_PORT, API_PORT, METRICS_PORT = 5556, 5557, 9819
 _keys_option = click.option(
@@ -104,12 +101,7 @@ def serve(cli: Cli, trusted_proxy: str | None, printed: str | None, **options: A
     if options["proxy_header"] is not None and trusted_proxy is not None:
         # --proxy is compared with the address that --trusted-proxy replaces by the browser's.
         raise ConfigError("--proxy-header and --trusted-proxy cannot be combined")
-    try:
-        cli.import_processors()
-    except Exception:
-        if console or api:
-            raise
-        logger.exception("the forecast does not know the processors; all other metrics are served")
+    cli.import_processors()
     apps: dict[str, tuple[Any, Place]] = {}
     # These modules name their extras themselves.
     if console:

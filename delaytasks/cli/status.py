@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import sys
@@ -14,12 +13,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, cast
 
 import click
 
-from delaytasks.attachment import file_broker_url
 from delaytasks.cli.context import Cli, Command, Group, check_belongs, pass_cli
 from delaytasks.cli.options import Typed
 from delaytasks.cli.output import (
@@ -27,7 +24,6 @@ from delaytasks.cli.output import (
     GOOD,
     LONGEST,
     NOTED,
-    NOTHING,
     Cell,
     Made,
     Part,
@@ -40,9 +36,8 @@ from delaytasks.cli.output import (
 )
 from delaytasks.client import DelayTasks
 from delaytasks.db import migrations
-from delaytasks.db.engines import lacks_sqlite_file
-from delaytasks.model.errors import ConfigError, StoreError
-from delaytasks.model.inputs import ALL_QUEUES, show_duration
+from delaytasks.model.errors import StoreError
+from delaytasks.model.inputs import show_duration
 from delaytasks.model.text import count, mask_url, one_line
 from delaytasks.operate.health import HealthChecks, verdict_of
 from delaytasks.operate.operations import DURATION
@@ -51,13 +46,6 @@ from delaytasks.operate.texts import show_instant, show_offset
 from delaytasks.runtime import runtime_of
 
 # -- `db upgrade` ---------------------------------------------------------------------------------
-
-
-OTHER_DATABASE = (
-    "This is the default database of this folder. For the database of your own app: "
-    "delaytasks -A APP db upgrade (Flask: flask --app APP delays db upgrade; Django: python "
-    "manage.py migrate), or set DELAYTASKS_DATABASE_URL."
-)
 
 
 @click.group(cls=Group)
@@ -86,13 +74,9 @@ def upgrade(cli: Cli, to: str, check: bool, yes: bool) -> None:
 
     Rows stay, unless --to goes back to a revision whose tables have no place for them.
     """
-    database, database_url = cli.store.database, cli.store.database.shown_url
     if check:
         sys.exit(0 if _answer_current(cli) else 1)
-    # The user may have meant the database of another app.
-    is_default = cli.app_origin == "default" and not cli.delays.settings.database_url
-    is_doubtful = is_default and (lacks_sqlite_file(database.url) or Path("manage.py").exists())
-    current = migrations.current(*cli.tables)
+    database_url, current = cli.store.database.shown_url, migrations.current(*cli.tables)
     is_back = to == "base" or to.startswith("-") or (current is not None and to < current)
     if is_back:
         question = f"Bring {database_url} back to {to}? Tables may be dropped"
@@ -101,8 +85,6 @@ def upgrade(cli: Cli, to: str, check: bool, yes: bool) -> None:
     else:
         migrations.upgrade(*cli.tables, to)
     _answer_current(cli, f"{'downgraded' if is_back else 'upgraded'} {database_url}")
-    if is_doubtful:
-        cli.note(OTHER_DATABASE)
 
 
 def _answer_current(cli: Cli, *done: str) -> bool:
@@ -167,8 +149,6 @@ def check(cli: Cli, settings: bool) -> None:
 
 def warnings_of(delays: DelayTasks) -> list[str]:
     """Return the problems that do not prevent a deployment."""
-    from delaytasks.callbacks.sending import tls_context
-
     warnings, runtime = [], runtime_of(delays)
     try:
         found = DeploymentState(runtime)
@@ -184,30 +164,15 @@ def warnings_of(delays: DelayTasks) -> list[str]:
         ]
         if found.problem is not None:
             warnings.append(f"{runtime.store.database.shown_url}: {found.problem}")
-    try:
-        tls_context()
-    except ConfigError as error:  # a deployment without callbacks may do without
-        warnings.append(str(error))
     return warnings
 
 
 def _answer_settings(cli: Cli) -> None:
-    settings = cli.delays.settings
-    places = {
-        "app": (cli.app.main or NOTHING, cli.app_origin),
-        "database": (cli.store.database.shown_url, settings.origin("database_url")),
-        "broker": (broker_url(cli.app), _broker_origin(cli)),
-    }
     names = ("name", "value", "origin", "about")
-    rows = [dict(zip(names, row, strict=True)) for row in settings.effective()]
-    document: dict[str, Any] = {n: {"value": v, "origin": o} for n, (v, o) in places.items()}
+    rows = [dict(zip(names, row, strict=True)) for row in cli.delays.settings.effective()]
     columns = "setting=name,value,origin,meaning=about"
-    cli.answer(
-        {**document, "settings": rows},
-        fields([(name, f"{value} (from {origin})") for name, (value, origin) in places.items()]),
-        "",
-        Table.of(columns, rows, folded="value,meaning", extra="meaning"),
-    )
+    table = Table.of(columns, rows, folded="value,meaning", extra="meaning")
+    cli.answer({"settings": rows}, table)
 
 
 def broker_url(app: Any) -> str:
@@ -215,13 +180,6 @@ def broker_url(app: Any) -> str:
     # Celery's default URL is not in its configuration.
     url = app.conf.broker_write_url or app.connection_for_write().as_uri()
     return ";".join(mask_url(part) for part in re.split(r";(?=[a-z0-9+.-]+://)", str(url)))
-
-
-def _broker_origin(cli: Cli) -> str:
-    if any(map(os.environ.get, ("CELERY_BROKER_WRITE_URL", "CELERY_BROKER_URL"))):
-        return "environment"
-    defaults = (None, file_broker_url(cli.delays.settings.data_dir))
-    return "default" if cli.app.conf.broker_url in defaults else "celery configuration"
 
 
 # -- `status` -------------------------------------------------------------------------------------
@@ -252,15 +210,9 @@ _EXIT_CODES = "Exit codes: 0 answered, or healthy; 1 no answer, or not healthy; 
 @click.option(
     "--ahead", type=Typed(DURATION), help="Show what becomes due within this time, as 7d."
 )
-@click.option("--processes", type=int, help="--ahead: instead of those of the live workers.")
 @pass_cli
 def status(
-    cli: Cli,
-    watch: bool,
-    probe: str | None,
-    ahead: timedelta | None,
-    processes: int | None,
-    **limits: Any,
+    cli: Cli, watch: bool, probe: str | None, ahead: timedelta | None, **limits: Any
 ) -> None:
     """Show whether tasks run on time: counts, queues, tags, late tasks, workers and sweeps.
 
@@ -268,11 +220,11 @@ def status(
     delaytasks status --watch
     delaytasks status --probe --max-overdue 1000
     delaytasks status --probe worker --live
-    delaytasks status --ahead 7d --processes 32
+    delaytasks status --ahead 7d
 
     Each queue and tag has the number of its tasks that run, that are overdue, that are due within a
     minute (soon), and that were due within the last minute and have ended, with their lateness
-    (p50, p99).
+    (p50, p99). In a table of more than a million tasks, the large counts of statuses are estimates.
 
     With --probe, the deployment is healthy if database and broker answer, the tables have this
     version, a worker lives, a sweep was recent, and each queue with late tasks has a worker. A
@@ -281,17 +233,17 @@ def status(
     database answers: a restart does not help against an outage. Beat is healthy if its messages
     have reached a worker recently. The HTTP API and the console have URLs for probes instead.
 
-    --ahead shows what becomes due in each hour, and whether the processes suffice.
+    --ahead shows what becomes due in each hour, and whether the processes of the live workers
+    suffice.
     """
     asked = {"--watch": watch, "--probe": probe, "--ahead": ahead}
     if sum(map(bool, asked.values())) > 1:
         raise click.UsageError("--watch, --probe and --ahead exclude each other")
-    belong_to = {"--probe": "live name max_overdue", "--ahead": "processes"}
-    check_belongs(belong_to, asked, {"processes": processes, **limits})
+    check_belongs({"--probe": "live name max_overdue"}, asked, limits)
     if probe is not None:
         _probe(cli, probe, **limits)
     elif ahead is not None:
-        _look_ahead(cli, ahead / timedelta(days=1), processes)
+        _look_ahead(cli, ahead / timedelta(days=1))
     elif watch and not cli.is_json and sys.stdout.isatty():
         _watch(cli)
     else:
@@ -306,10 +258,7 @@ def _watch(cli: Cli) -> None:
     # Ctrl-C is the way to end this command.
     with suppress(KeyboardInterrupt), Live(screen=True, auto_refresh=False) as live:
         while True:
-            lines, height = _text(cli, gather(cli)).splitlines(), live.console.height
-            if (more := len(lines) - height) > 0:
-                lines = [*lines[: height - 1], f"and {count(more + 1, 'line')} more"]
-            live.update(Text.from_ansi("\n".join(lines), no_wrap=True), refresh=True)
+            live.update(Text.from_ansi(_text(cli, gather(cli)), no_wrap=True), refresh=True)
             time.sleep(EVERY_S)
 
 
@@ -341,7 +290,6 @@ def gather(cli: Cli) -> dict[str, Any]:
         "now": state.now,
         "verdict": verdict_of(state).as_json(),
         "counts": state.rows,
-        "estimated": [status.name for status, count in state.counts.items() if count.is_estimate],
         "live": {
             **live_total,
             "queues": [group.as_json() for group in live.queues],
@@ -367,7 +315,7 @@ def gather(cli: Cli) -> dict[str, Any]:
             "is_up": state.broker_error is None if settings.uses_broker else None,
             "error": state.broker_error,
         },
-        "timer": {"name": settings.timer_kind, **_timer(cli, state)},
+        "timer": {"name": settings.timer_kind, "is_up": _is_timer_up(cli, state)},
         "database": {
             "url": cli.store.database.shown_url,
             "server": state.server,
@@ -378,15 +326,11 @@ def gather(cli: Cli) -> dict[str, Any]:
     return cast(dict[str, Any], plain(document))
 
 
-def _timer(cli: Cli, state: DeploymentState) -> dict[str, Any]:
-    """Return the state of the timer. For `redis`, count the near tasks of each queue."""
+def _is_timer_up(cli: Cli, state: DeploymentState) -> bool:
     timer = cli.runtime.redis_timer
     if timer is None:
-        return {"is_up": state.broker_error is None, "queues": {}}
-    served = {queue for worker in state.workers for queue in worker.queues} - {ALL_QUEUES}
-    counts = timer.counts(sorted({cli.delays.settings.default_queue, *served}))
-    near = {name: sum(of_queue) for name, of_queue in (counts or {}).items()}
-    return {"url": mask_url(timer.link.url), "is_up": counts is not None, "queues": near}
+        return state.broker_error is None
+    return timer.counts([cli.delays.settings.default_queue]) is not None
 
 
 # -- The text of the document ---------------------------------------------------------------------
@@ -394,18 +338,15 @@ def _timer(cli: Cli, state: DeploymentState) -> dict[str, Any]:
 
 def _text(cli: Cli, found: dict[str, Any]) -> str:
     """Return the text, with an empty line between its sections."""
-    live, verdict, estimated = found["live"], found["verdict"], found["estimated"]
-    counts = [
-        [coloured(name), number, "estimated" if name in estimated else None]
-        for name, number in found["counts"].items()
-    ]
+    live, verdict = found["live"], found["verdict"]
+    counts = [[coloured(name), number] for name, number in found["counts"].items()]
     problems = [
         (f"- {cell(each['text'], 1000)}", _LEVELS[each["level"]]) for each in verdict["problems"]
     ]
     sweeps = "sweep=partition,age=age_s,late=is_late,armed until=armed_until"
     minima = "there are more tasks than these counts: they are minima"
     sections: list[list[Part]] = [
-        [Table("status,tasks,count", counts)],
+        [Table("status,tasks", counts)],
         [(verdict["headline"], _LEVELS[verdict["level"]]), *problems],
         _groups("queue", live["queues"]),
         _groups("tag", live["tags"]),
@@ -440,8 +381,7 @@ def _services(cli: Cli, found: dict[str, Any]) -> Iterator[tuple[str, Cell]]:
     yield "database", f"{database['url']} ({database['server']}), {revision}"
     states = {True: "up", False: f"down ({cell(broker['error'])})", None: "not used"}
     yield "broker", f"{broker['url']}: {states[broker['is_up']]}"
-    near = "".join(f"; near tasks of {name}: {n:,}" for name, n in timer["queues"].items())
-    yield "timer", f"{timer['name']}: {'up' if timer['is_up'] else 'down'}{near}"
+    yield "timer", f"{timer['name']}: {'up' if timer['is_up'] else 'down'}"
     yield "now", found["now"]
 
 
@@ -486,11 +426,11 @@ def _probe(cli: Cli, component: str, live: bool, name: str | None, max_overdue: 
         sys.exit(1)
 
 
-def _look_ahead(cli: Cli, days: float, processes: int | None) -> None:
+def _look_ahead(cli: Cli, days: float) -> None:
     from delaytasks.operate.forecast import busiest, headline
 
     cli.import_processors()
-    found = cli.delays.forecast(days, processes=processes)
+    found = cli.delays.forecast(days)
     least = "at least " if found.is_cut else ""
     verb = "becomes" if found.due == 1 else "become"
     parts: list[Part] = [

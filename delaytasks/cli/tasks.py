@@ -8,18 +8,17 @@ filters, asks the user, and moves them in steps.
 from __future__ import annotations
 
 import functools
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 import click
 
-from delaytasks.cli.context import Cli, Command, pass_cli, signals_to
-from delaytasks.cli.options import PAST, RANGE, Typed, command_of, flag_of, given_of, option_of
+from delaytasks.cli.context import Cli, Command, pass_cli
+from delaytasks.cli.options import PAST, RANGE, command_of, flag_of, given_of, option_of
 from delaytasks.cli.output import (
     BAD,
     LONGEST,
@@ -37,15 +36,14 @@ from delaytasks.cli.output import (
     reason,
     sentence,
 )
-from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError, StoreError, TaskNotFoundError
 from delaytasks.model.filters import Filter, filter_of
 from delaytasks.model.inputs import check_id, show_duration
-from delaytasks.model.moves import Status, moves_from
+from delaytasks.model.moves import Status
 from delaytasks.model.task import CancelResult, DelayedTask
 from delaytasks.model.text import count, one_line
 from delaytasks.operate import operations
-from delaytasks.operate.operations import DURATION, Operation, Parameter
+from delaytasks.operate.operations import Operation, Parameter
 from delaytasks.operate.searches import Follower, changed_at
 from delaytasks.operate.task_calls import BulkResult, pretty_body
 from delaytasks.operate.texts import last_line, show_from_now
@@ -113,7 +111,6 @@ TAG_WIDTH = 16
 @click.option("--limit", type=int, help="The most tasks, 1 to 1000. [100; --follow: 10]")
 @click.option("--cursor", help="Continue after the page that printed this cursor.")
 @click.option("--follow", is_flag=True, help="Print the changes of tasks as they happen.")
-@click.option("--for", "for_", type=Typed(DURATION), help="--follow: stop after this time.")
 @pass_cli
 def list_(
     cli: Cli,
@@ -121,7 +118,6 @@ def list_(
     limit: int | None,
     cursor: str | None,
     follow: bool,
-    for_: timedelta | None,
     **options: Any,
 ) -> None:
     """List tasks in the order of their due times, the latest first.
@@ -142,7 +138,7 @@ def list_(
         if oldest_first or cursor is not None:
             raise click.UsageError("--follow excludes --oldest-first and --cursor.")
         with suppress(KeyboardInterrupt):  # the way to end this command
-            _follow(cli, filter_of(filters), LATELY if limit is None else limit, for_)
+            _follow(cli, filter_of(filters), LATELY if limit is None else limit)
         return
     limit = PAGE if limit is None else limit
     page = cli.delays.find(**filters, limit=limit, cursor=cursor, newest_first=not oldest_first)
@@ -163,8 +159,7 @@ def list_(
         cli.note(f"More: the same with --cursor {page.cursor}")
 
 
-def _follow(cli: Cli, where: Filter, most: int, for_: timedelta | None) -> None:
-    ends_at = None if for_ is None else monotonic() + for_.total_seconds()
+def _follow(cli: Cli, where: Filter, most: int) -> None:
     follower, is_noted = Follower(cli.store, where), False
     step = follower.read()
     tasks = step.tasks[-most:] if most > 0 else []
@@ -178,10 +173,7 @@ def _follow(cli: Cli, where: Filter, most: int, for_: timedelta | None) -> None:
         if step.is_incomplete and not is_noted:
             cli.note("There are more changes than this command reads; it shows some of them.")
         is_noted = step.is_incomplete
-        left_s = EVERY_S if ends_at is None else ends_at - monotonic()
-        if left_s <= 0:
-            return
-        time.sleep(min(EVERY_S, left_s))
+        time.sleep(EVERY_S)
         step = follower.read()
         tasks = step.tasks
 
@@ -249,7 +241,7 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     task = get(cli, id, tag, key)
     attempts = cli.delays.get(task, attempts=True).attempts
     reasons = [each._replace(remedy=cli.rewrite(each.remedy)) for each in why(cli.runtime, task)]
-    document = {**task.as_json(), "moves": moves_from(task.status)}
+    document = task.as_json()
     status, colour = coloured(task.status.name)
     title = f"task {task.id} ({cell(task.tag)}): {click.style(status, fg=colour or None)}"
     parts: list[Part] = [title]
@@ -276,7 +268,7 @@ def _field(task: DelayedTask, name: str, value: Any, now: datetime) -> str | Non
     if value is not None and name.endswith(("_time", "_until")):
         instant = task.due if name == "due_time" else getattr(task, name)
         return f"{value} ({show_from_now(instant, now)})"
-    return ", ".join(value) if name == "moves" else value and str(value)
+    return value and str(value)
 
 
 # -- `cancel`, `reschedule` and `rerun`: each task that is named, or many -------------------------
@@ -351,8 +343,6 @@ def _move_each(
         Failure(earlier, False, rewrite=cli.rewrite).show()
     if failures:
         raise failures[-1][1]
-    if not is_cancel:
-        cli.note_broker_away()
 
 
 def _moved(operation: Operation, id: int, result: Any, now: datetime) -> tuple[str, Any, str]:
@@ -389,14 +379,6 @@ def _move_many(
     def how_far() -> str:
         return f"{done} {so_far.changed:,} of {count(so_far.matched, 'task')}"
 
-    stops: list[int] = []
-
-    def stop(number: int, _frame: Any) -> None:
-        """Let the step end after Ctrl-C. A second one ends it immediately."""
-        stops.append(number)
-        if len(stops) > 1:
-            raise KeyboardInterrupt
-
     is_hidden = cli.is_json or not sys.stderr.isatty()
     bar = click.progressbar(
         length=so_far.matched, label=done, show_pos=True, file=sys.stderr, hidden=is_hidden
@@ -406,11 +388,9 @@ def _move_many(
         nonlocal so_far
         so_far, bar.length = result, result.matched
         bar.update(result.changed + result.refused - bar.pos)
-        if stops:
-            raise KeyboardInterrupt
 
     try:
-        with bar, signals_to(stop, signal.SIGINT):
+        with bar:
             result = move(on_progress=on_progress)
     except StoreError as error:
         error.args = (f"{error}; {how_far()}", *error.args[1:])
@@ -421,7 +401,6 @@ def _move_many(
         _report(cli, so_far, f"stopped: {how_far()}; to go on run it again{again}", "stopped")
         raise SystemExit(1) from None
     _report(cli, result, f"{done} {count(result.changed, 'task')}", "done")
-    cli.note_broker_away()
 
 
 def _report(cli: Cli, result: BulkResult, sentence: str, state: str) -> None:

@@ -65,7 +65,7 @@ def up(cli: Cli, concurrency: int | None, no_flower: bool, no_console: bool) -> 
         raise click.UsageError(
             "up requires Linux or macOS; on Windows use WSL, or run the commands of the Procfile"
         )
-    if cli.app_origin == "flask":
+    if cli.app_name is None:
         raise click.UsageError(
             "up starts `celery -A`, which takes no Flask app; name the module with the Celery app, "
             "as delaytasks -A shop.celery up"

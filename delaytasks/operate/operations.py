@@ -352,11 +352,11 @@ def operation(name: str, who: Who, *parameters: Parameter, **details: Any) -> Ca
     done="scheduled",
 )
 def schedule(delays: DelayTasks, tag: str, body: Any = None, **options: Any) -> DelayedTask:
-    """Schedule a task of TAG. BODY is JSON, @FILE, or - for stdin; without it the body is null.
+    """Schedule a task of TAG. BODY is JSON, or - for stdin; without it the body is null.
 
     \b
     delaytasks schedule order.close '{"order": 7}' --delay 30m
-    delaytasks schedule report.send @report.json --at 2030-01-31T18:00:00Z --key january
+    delaytasks schedule report.send - --at 2030-01-31T18:00:00Z --key january
     """
     return delays.schedule_delay(tag, body, **options)
 

@@ -20,8 +20,10 @@ def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_
     environ = {"DELAYTASKS_LEASE": "20", "DELAYTASKS_HORIZON": "2m", "PATH": "/bin"}
     settings = load_settings(conf, environ, lease=30.0)
     assert (settings.lease_s, settings.horizon_s, settings.max_lost_leases) == (30, 120, 2)
-    origins = [settings.origin(name) for name in ("lease", "horizon", "max_lost_leases", "sweep")]
-    assert origins == ["arguments", "environment", "celery configuration", "default"]
+    origins = {name: origin for name, _, origin, _ in settings.effective()}
+    names = ("lease", "horizon", "max_lost_leases", "sweep")
+    found = [origins[f"delaytasks_{name}"] for name in names]
+    assert found == ["arguments", "environment", "celery configuration", "default"]
     others = ("DELAYTASKS_TEST_REDIS_URL", "DELAYTASKS_BENCH_BROKER_URL", "DELAYTASKS_APP")
     assert load_settings({}, dict.fromkeys(others, "redis://x")) == Settings()
 

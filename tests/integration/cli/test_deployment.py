@@ -17,9 +17,6 @@ from delaytasks.cli.main import main
 from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.text import installed_version
-from delaytasks.operate import state
-from delaytasks.operate.state import Count
-from delaytasks.runtime import runtime_of
 from tests.integration.cli.conftest import Project, write
 from tests.services import RedisServer, free_port
 from tests.world.recording import set_columns
@@ -46,7 +43,7 @@ def test_status_shows_tasks_workers_sweeps_and_the_broker(shop: Project) -> None
     found = shop.json("status")
     counts = {"NOT_COMPLETE": 2, "CANCELLED": 1, "RUNNING": 1}
     assert found["counts"] == {status.name: 0 for status in Status} | counts
-    assert (found["expired_leases"], found["overdue"]["count"], found["estimated"]) == (1, 1, [])
+    assert (found["expired_leases"], found["overdue"]["count"]) == (1, 1)
     assert 89 < found["overdue"]["late_s"] < 120
     shown = ("name", "is_alive", "busy", "clock_offset_s", "version", "queues")
     version, queues = installed_version(), ["default", "letters"]
@@ -58,12 +55,10 @@ def test_status_shows_tasks_workers_sweeps_and_the_broker(shop: Project) -> None
     assert found["sweeps"][0]["age_s"] < 30
     assert not found["sweeps"][0]["is_late"]
     assert found["broker"] == {"url": "memory://", "is_up": True, "error": None}
-    assert found["timer"] == {"name": "eta", "is_up": True, "queues": {}}
+    assert found["timer"] == {"name": "eta", "is_up": True}
     assert found["database"]["revision"] == found["database"]["head"]
-    large = {status: Count(1_234_567, status is Status.NOT_COMPLETE) for status in Status}
-    shop.patch.setattr(state, "task_counts", lambda *_: large)
     said = shop("status").stdout
-    assert len(re.findall("1,234,567 +estimated", said)) == 1
+    assert re.search(r"(?m)^NOT_COMPLETE +2$", said)
     assert re.search(r"(?m)^overdue +1, the oldest since \S+Z, 1m3\ds ago$", said)
     assert re.search(r"(?m)^fresh +yes .* 1 +2 +default, letters +\+2ms +\S+$", said)
     assert "Worker lost was lost at" in said
@@ -78,7 +73,7 @@ def test_status_reports_an_unavailable_broker_and_waits_for_no_silent_one(shop: 
             assert "canary" not in shop("status", "--json").output + shop("status").output
 
 
-def test_status_says_how_many_near_tasks_wait_in_redis(
+def test_status_says_whether_the_redis_of_the_timer_answers(
     bare: Project, start_redis: Callable[..., RedisServer]
 ) -> None:
     redis = start_redis()
@@ -86,17 +81,8 @@ def test_status_says_how_many_near_tasks_wait_in_redis(
     bare.patch.setenv("DELAYTASKS_TIMER", redis.url.replace("://", "://:canary@"))
     create_sqlite_file(bare.store.database.url)
     bare.store.schema.metadata.create_all(bare.store.database.tx)
-    bare.store.workers.report("fresh", ["default", "letters"], "prefork", 2, 0)
-    bare.store.workers.report("run", ["*"], "direct/solo", 1, 0)
-    for delay in (5, 5, 500):
-        bare.schedule("ok", delay)
-    runtime_of(bare.delays).flush()
-    timer = bare.json("status")["timer"]
-    queues = {"default": 2, "letters": 0}
-    url = redis.url.replace("://", "://:***@")
-    assert timer == {"name": "redis", "url": url, "is_up": True, "queues": queues}
-    near = "near tasks of default: 2; near tasks of letters: 0"
-    assert re.search(rf"(?m)^timer +redis: up; {near}$", bare("status").stdout)
+    assert bare.json("status")["timer"] == {"name": "redis", "is_up": True}
+    assert re.search(r"(?m)^timer +redis: up$", bare("status").stdout)
     redis.stop()
     said = bare("status")
     assert re.search(r"^timer +redis: down$", said.stdout, re.MULTILINE)
@@ -106,31 +92,24 @@ def test_status_says_how_many_near_tasks_wait_in_redis(
 def test_check_settings_has_the_origin_of_each_setting_and_no_password(bare: Project) -> None:
     bare.patch.setenv("DELAYTASKS_LEASE", "33s")
     database = "postgresql://me:canary@db.example/shop?sslpassword=canary"
-    brokers = "amqp://me:canary@one.example//;amqp://me:canary@two.example//"
     bare.patch.setenv("DELAYTASKS_DATABASE_URL", database)
-    bare.patch.setenv("CELERY_BROKER_URL", brokers)
     found = bare.json("check", "--settings")
+    assert [*found] == ["settings"]
     settings = {each["name"]: (each["value"], each["origin"]) for each in found["settings"]}
     assert settings["delaytasks_lease"] == ("33s", "environment")
     assert settings["delaytasks_sweep"][1] == "default"
-    assert found["app"] == {"value": "shop", "origin": "command line"}
-    assert found["broker"]["origin"] == "environment"
     said = bare("check", "--settings")
     assert re.search(r"(?m)^delaytasks_lease +33s +environment ", said.stdout)
     for text in (said.output, str(found)):
         assert "db.example" in text
-        assert "two.example" in text
         assert "canary" not in text
-    bare.patch.delenv("CELERY_BROKER_URL")
-    own = {"value": "amqp://guest:***@localhost:5672//", "origin": "default"}
-    assert bare.json("check", "--settings")["broker"] == own
 
 
 def test_db_upgrade_creates_the_tables_and_drops_them_on_the_way_back(bare: Project) -> None:
     empty = bare.json("db", "upgrade", "--check", exit_code=1)
     assert (empty["revision"], empty["is_current"]) == (None, False)
     assert bare.error("list", exit_code=1)["type"] == "StoreError"
-    assert "db upgrade" in bare.error("list", "--follow", "--for", "0", exit_code=1)["error"]
+    assert "db upgrade" in bare.error("list", "--follow", exit_code=1)["error"]
     made = bare.json("db", "upgrade")
     assert (made["revision"], made["is_current"]) == (made["head"], True)
     assert "--yes" in bare.error("db", "upgrade", "--to", "-1", exit_code=2)["error"]
@@ -140,12 +119,6 @@ def test_db_upgrade_creates_the_tables_and_drops_them_on_the_way_back(bare: Proj
     assert bare.json("db", "upgrade", "--check") == made
     assert bare.json("db", "upgrade", "--to", "base", "--yes")["revision"] is None
     assert "run: delaytasks -A" in bare("db", "upgrade", "--check").stdout
-
-
-def test_check_warns_if_the_authorities_of_callbacks_cannot_be_read(shop: Project) -> None:
-    shop.patch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
-    [warning] = shop.json("check")["warnings"]
-    assert re.match("SSL_CERT_FILE = '/nowhere/ca.pem' cannot be read.*PEM file", warning)
 
 
 def test_check_finds_tasks_that_would_not_run_with_this_code(shop: Project) -> None:

@@ -152,14 +152,3 @@ def test_only_a_migration_makes_the_database(tmp_path: Path) -> None:
             assert f"there is no database {tmp_path}/.delaytasks/delays.sqlite3" in said
             assert "delaytasks -A APP" in said
             assert "delaytasks db upgrade" in said
-
-
-@pytest.mark.slow
-def test_a_first_upgrade_of_the_default_database_says_how_to_choose_another(tmp_path: Path) -> None:
-    upgrade = "-m delaytasks db upgrade".split()
-    made = run(tmp_path, *upgrade)
-    assert f"upgraded sqlite:///{tmp_path}/.delaytasks/delays.sqlite3" in made.stdout
-    assert made.stderr.startswith("This is the default database of this folder. For the database")
-    assert run(tmp_path, *upgrade).stderr == ""
-    (tmp_path / "manage.py").touch()
-    assert "python manage.py migrate" in run(tmp_path, *upgrade).stderr

@@ -19,6 +19,7 @@ import pytest
 from sqlalchemy import text
 
 from delaytasks import StoreUnavailableError
+from delaytasks.cli import tasks
 from delaytasks.db import migrations
 from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.db.types import db_now_plus
@@ -77,7 +78,7 @@ def test_queues_tags_and_workers_are_counted_and_shown(busy: Project) -> None:
 
 def test_watch_renews_the_view_of_a_terminal_until_ctrl_c(busy: Project) -> None:
     watch, terminal = busy.at_terminal("status", "--watch")
-    assert "NOT_COMPLETE" in read_until(terminal, " lines more", times=2), "the second view"
+    read_until(terminal, "NOT_COMPLETE", times=2)  # the second view
     watch.send_signal(signal.SIGINT)
     with suppress(OSError):  # Linux reports the end of a terminal without a process as an error
         while os.read(terminal, 65536):
@@ -90,13 +91,19 @@ def test_watch_renews_the_view_of_a_terminal_until_ctrl_c(busy: Project) -> None
 
 
 def during(work: Callable[[], object], shop: Project, *options: str) -> str:
-    """Return what the command prints while another thread works."""
-    thread = threading.Timer(0.3, work)
-    thread.start()
-    result = shop("list", "--follow", "--for", "1500ms", *options)
-    thread.join()
+    """Return what the command prints while another thread works, until Ctrl-C."""
+    threads = [threading.Timer(0.3, work), threading.Timer(1.5, ctrl_c)]
+    for thread in threads:
+        thread.start()
+    result = shop("list", "--follow", *options)
+    for thread in threads:
+        thread.join()
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+def ctrl_c(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_follow_prints_a_line_for_each_change(shop: Project) -> None:
@@ -107,7 +114,8 @@ def test_follow_prints_a_line_for_each_change(shop: Project) -> None:
     failed = rf"{at} FAILED       bad +{task.id} k1  \S+ late, took \S+, ValueError: "
     assert re.match(failed, lines[-1])
     assert not [line for line in lines if line.startswith("forged")]
-    on_a_terminal = shop("list", "--follow", "--for", "0", color=True).stdout
+    shop.patch.setattr(tasks, "time", SimpleNamespace(sleep=ctrl_c))
+    on_a_terminal = shop("list", "--follow", color=True).stdout
     styled = re.sub(r"\d\d:.{9}|\d{6,}.*\n", "", on_a_terminal)
     dim, bold, red, end = "\x1b[2m", "\x1b[1m", "\x1b[31m", "\x1b[0m"
     assert styled == f"{dim}{end} {red}FAILED      {end} {bold}bad             {end} "
@@ -183,6 +191,7 @@ def printed(shop: Project, words: list[str]) -> list[str]:
 @pytest.mark.slow
 def test_the_forecast_of_a_peak(shop: Project) -> None:
     shop.patch.setenv("COLUMNS", "200")
+    shop.store.workers.report("w", ["*"], "prefork", 2, 0)
     at = datetime.now(timezone.utc).replace(hour=9, minute=0) + timedelta(days=2)
     rows = """
         INSERT INTO yb_delay_task_message (tag, message_body, delay_time, expected_time)
@@ -216,9 +225,7 @@ def test_only_the_busiest_hours_are_printed_and_names_have_no_effect(shop: Proje
     assert re.search(r"and \d hours more; --json has them", said.stdout)
     assert r"without measurements: \x1b[31mred" in said.stderr
     assert not set("\x1b\x9b\u202e\r") & set(said.stdout + said.stderr)
-    hours = shop.json("status", "--ahead", "7d", "--processes", "1")["hours"]
-    assert len(hours) >= 20
-    assert {hour["processes"] for hour in hours} == {1}
+    assert len(shop.json("status", "--ahead", "7d")["hours"]) >= 20
 
 
 # -- `--probe` tells healthy deployments and workers from others, also in outages ----------------

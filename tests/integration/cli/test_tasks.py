@@ -13,7 +13,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,18 +28,14 @@ from tests.waiting import wait_until
 from tests.world.recording import set_columns
 
 
-def test_schedule_and_show_print_a_task_with_all_of_its_fields(
-    shop: Project, tmp_path: Path
-) -> None:
-    (tmp_path / "body.json").write_text('["é"]', encoding="utf-8")
-    said = shop("schedule", "ok", "@body.json", "--delay", "30m", "--id", "43", "--key", "k").stdout
+def test_schedule_and_show_print_a_task_with_all_of_its_fields(shop: Project) -> None:
+    said = shop("schedule", "ok", '["é"]', *"--delay 30m --id 43 --key k".split()).stdout
     assert re.fullmatch(r"scheduled task 43 \(ok\): due \S+Z, in (30m|29m59s)\n", said)
     from_stdin = shop.json("schedule", "ok", "-", "--delay", "1h", typed='{"a": 1}')
     assert from_stdin["body"] == {"a": 1}
     shown = shop.json("show", "43")
-    read = {name: shown[name] for name in ("moves", "update_time", "why")}
+    read = {name: shown[name] for name in ("update_time", "why")}
     assert {**shop.delays.get(43).as_json(), "failed_attempts": [], **read} == shown
-    assert shown["moves"] == ["claim", "hold", "cancel", "reschedule", "replace"]
     said = shop("show", "--tag", "ok", "--key", "k").stdout
     special = ("body", "error", "failed_attempts", "id", "status", "tag", "why")
     assert '  [\n    "é"\n  ]\n' in said
@@ -58,10 +53,10 @@ def test_a_key_of_no_live_task_names_the_last_task_that_had_it(shop: Project) ->
     assert shop.json("show", "--tag", "ok", "--key", "k1")["id"] == str(live.id)
 
 
-def test_an_unavailable_broker_is_reported_and_does_no_harm(shop: Project) -> None:
+def test_an_unavailable_broker_does_no_harm(shop: Project) -> None:
     shop.patch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{free_port()}/0")
     said = shop("schedule", "ok", "--delay", "1")
-    assert (said.exit_code, "a sweep will send it" in said.stderr) == (0, True)
+    assert (said.exit_code, said.stdout[:9]) == (0, "scheduled")
     assert len(shop.delays.find()) == 1
 
 
@@ -89,7 +84,7 @@ WRONG = """
     UsageError: list --follow --oldest-first | cancel | cancel --yes | cancel --tag ok
     UsageError: cancel --key k | cancel --tag ok --running --yes | rerun | reschedule --delay 1
     UsageError: reschedule 1 --by 1h | reschedule --tag ok --by 1h --version 0 --yes
-    BadParameter: schedule ok @nowhere.json --delay 1
+    body: schedule ok @body.json --delay 1
     NoSuchOption: schedule ok --delya 1
     delay: schedule ok | reschedule 1 2 --delay 1h --at 2030-01-01T00:00:00Z
     remove: limit --tag a --rate 1/s --remove
@@ -97,7 +92,7 @@ WRONG = """
     UsageError: recurring list --next 3 | recurring list r* --next 3
     UsageError: status --probe worker --live --max-overdue 0
     UsageError: status --probe --live | status --probe beat --name w | status --watch --ahead 1d
-    UsageError: status --live | status --probe worker --processes 2
+    UsageError: status --live
     days: status --ahead 0
 """
 
@@ -217,7 +212,6 @@ def test_log_lists_the_actor_the_action_and_the_progress(shop: Project) -> None:
     said = shop("log").stdout
     assert all(line.isprintable() for line in said.splitlines()), said
     assert r"ann\x1b[31mred" in said
-    assert '"1, 2, 3 and 47 more"' in said
     assert len(shop("log", "--limit", "1").stdout.splitlines()) == 2
     again = ("rerun", "--entry", first["id"], "--yes")
     assert shop(*again).stdout == "rerun 1 task\n"
@@ -238,11 +232,12 @@ def test_a_bulk_command_shows_the_count_and_asks(shop: Project, typed: str, stat
 
 @pytest.fixture
 def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Interrupt each bulk command in its first step of two rows, until the patch is undone."""
+    """Interrupt each bulk command after its first step of two rows, until the patch is undone."""
     step: Any = bulk.BulkRun._step
 
     def stopped(run: Any, ids: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
+        if run.result.changed:
+            signal.raise_signal(signal.SIGINT)
         return step(run, ids)
 
     monkeypatch.setattr(bulk, "BULK_ROWS", 2)

@@ -33,7 +33,7 @@ def _commands(ctx: click.Context) -> None:
     def find() -> Any:
         return runtime_of(project_delays()).celery
 
-    ctx.obj = Cli(ctx, find, "python manage.py delays", _APP, "settings.DELAYTASKS")
+    ctx.obj = Cli(ctx, find, "python manage.py delays", _APP)
 
 
 class Command(BaseCommand):
