@@ -213,8 +213,6 @@ def plain(value: Any) -> Any:
         return show_instant(value)
     if isinstance(value, float):
         return round(value, 4)
-    if isinstance(value, frozenset):
-        return sorted(value)
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):

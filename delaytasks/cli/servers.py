@@ -101,7 +101,8 @@ def serve(cli: Cli, trusted_proxy: str | None, printed: str | None, **options: A
     if options["proxy_header"] is not None and trusted_proxy is not None:
         # --proxy is compared with the address that --trusted-proxy replaces by the browser's.
         raise ConfigError("--proxy-header and --trusted-proxy cannot be combined")
-    cli.import_processors()
+    if console or api:  # metrics need no processors
+        cli.import_processors()
     apps: dict[str, tuple[Any, Place]] = {}
     # These modules name their extras themselves.
     if console:

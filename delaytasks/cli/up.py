@@ -125,7 +125,8 @@ def _commands(
 
 
 def _free_port(first: int) -> int:
-    for port in range(first, first + 50):
+    # Flower and the console look at odd and at even ports, so they never find the same one.
+    for port in range(first, first + 50, 2):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
@@ -288,6 +289,12 @@ os.kill(os.getpid(), signal.SIGKILL)
         return not stat.exists() or "Z" in stat.read_text().split(")")[1].split()[0]
 
     wait_until(has_ended, 5, "the process that it has left to end")
+
+
+def test_flower_and_the_console_choose_different_ports(monkeypatch: MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        first = used.getsockname()[1]
+        assert up._free_port(first) not in (first, up._free_port(first + 1))
 
 
 def test_a_log_line_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
