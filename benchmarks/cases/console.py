@@ -160,7 +160,7 @@ def _page_times(stage: Stage, address: str, failed_id: str, key: str) -> Figures
         "failures of one error": link[1],
         "one task": f"tasks/{failed_id}",
     }
-    others = "tags failures forecast recurring policies queues workers audit"
+    others = "tags failures recurring policies queues workers audit"
     pages |= {name: name for name in others.split()}
     took_ms: dict[str, list[float]] = {name: [] for name in pages}
     for turn in range(stage.size(TURNS, 3) + 1):

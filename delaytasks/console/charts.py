@@ -24,10 +24,7 @@ TIME_LABELS, LINES = 8, 4
 #: The width of a letter of a label, and the space between two labels.
 LETTER, LABEL_GAP = 6.5, 2.0
 #: The times between two labels of the time axis.
-ROUND_TIMES = [
-    *(timedelta(minutes=minutes) for minutes in (1, 2, 5, 10, 15, 30, 60, 120, 180, 240, 360, 720)),
-    *(timedelta(days=days) for days in (1, 2, 7, 14, 28, 84)),
-]
+ROUND_TIMES = [timedelta(minutes=n) for n in (1, 2, 5, 10, 15, 30, 60, 120, 180, 240, 360, 720)]
 #: The durations on an axis: from a millisecond to four weeks.
 ROUND_S = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36_000.0, 259_200.0, 2_419_200.0)
 
@@ -163,10 +160,10 @@ def _chart(
     show: Callable[[float | None], str],
 ) -> Markup:
     # Each step has an invisible column, whose title is shown where the pointer is.
-    hover, end = [], "%H:%M %Z" if step < timedelta(days=1) else "%Y-%m-%d %H:%M %Z"
+    hover = []
     for n, x, width in _columns(len(starts)):
         values = ", ".join(f"{part.name} {show(part.values[n])}" for part in parts)
-        title = escape(f"{starts[n]:%Y-%m-%d %H:%M} to {starts[n] + step:{end}}: {values}")
+        title = escape(f"{starts[n]:%Y-%m-%d %H:%M} to {starts[n] + step:%H:%M %Z}: {values}")
         inner = f"<title>{title}</title>"
         hover.append(_rect(x, TOP, width, HEIGHT - TOP - BOTTOM, "hover", inner))
     drawn = "".join([*_grid(scale), *shapes, *_time_axis(starts, step), *hover])
@@ -197,20 +194,18 @@ def _time_axis(starts: Sequence[datetime], step: timedelta) -> Iterator[str]:
     if not starts:
         return
     yield _text("end", LEFT - 6, HEIGHT - 6, f"{starts[0]:%Z}")
-    free, month = LEFT - 6 + LABEL_GAP, 0
+    free = LEFT - 6 + LABEL_GAP
     begin, length = starts[0].astimezone(UTC), len(starts) * step
     for at in _ticks(starts[0], length):
         x = LEFT + (at.astimezone(UTC) - begin) / length * (WIDTH - LEFT - RIGHT)
-        is_midnight = at.hour == at.minute == 0
         # When clocks go forward, a time of day that does not exist is shown as the next one.
         text = f"{at.astimezone(UTC).astimezone(at.tzinfo):%H:%M}"
-        if is_midnight:
-            text = f"{at:%a %d}" if at.month == month else f"{at:%a %b %d}"
+        if at.hour == at.minute == 0:
+            text = f"{at:%a %d}"
         half = len(text) * LETTER / 2
         if x - half >= free and x + half < WIDTH:
             yield _text("middle", x, HEIGHT - 6, text)
             yield f'<path class="grid" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>'
-            month = at.month if is_midnight else month
             free = x + half + LABEL_GAP
 
 
@@ -219,8 +214,6 @@ def _ticks(start: datetime, length: timedelta) -> Iterator[datetime]:
     every = next((each for each in ROUND_TIMES if length <= TIME_LABELS * each), length)
     begin = start.astimezone(UTC)
     tick = start.replace(hour=0, minute=0, second=0, microsecond=0)
-    # Labels that are a week or more apart are Mondays.
-    tick -= timedelta(days=tick.weekday() % max(every.days, 1))
     while (at := tick.astimezone(UTC)) < begin + length:
         if at >= begin:
             yield tick

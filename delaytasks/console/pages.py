@@ -1,15 +1,14 @@
 """The pages: functions that read what their templates show.
 
-First the overview, queues, workers, failures and the forecast, then the tags with charts of their
-runs, policies and recurring schedules, then the tasks and the audit table.
+First the overview, queues, workers and failures, then the tags with charts of their runs, policies
+and recurring schedules, then the tasks and the audit table.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple, cast
@@ -30,19 +29,18 @@ from delaytasks.console.forms import (
     values_of_schedule,
 )
 from delaytasks.console.requests import SNAPSHOT_S, now, route, runtime, state, viewer
-from delaytasks.console.shown import day_and_time, viewer_zone
+from delaytasks.console.shown import viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.db.store import Store
 from delaytasks.db.task_rows import first_page
-from delaytasks.model.clock import AN_HOUR, MAX_ID, hour_of, monotonic
+from delaytasks.model.clock import MAX_ID, monotonic
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, StoreError
 from delaytasks.model.filters import Filter, Filters
 from delaytasks.model.inputs import ALL_QUEUES, check_id, check_tag, parse_duration
 from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
-from delaytasks.operate.forecast import KEPT_S, MAX_PROCESSES, Forecast, busiest, headline
 from delaytasks.operate.health import verdict_of
-from delaytasks.operate.operations import NO_LIMIT, integer
+from delaytasks.operate.operations import NO_LIMIT
 from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.operate.state import snapshot
 from delaytasks.operate.statistics import (
@@ -152,58 +150,6 @@ def failure(name: str) -> dict[str, Any]:
     }
 
 
-# -- the forecast ---------------------------------------------------------------------------------
-
-
-#: The hours in the table.
-HOURS_SHOWN = 12
-PROCESSES = integer(1, MAX_PROCESSES)
-FORECAST_DAYS = {"day": 1, "week": 7, "month": 30}
-
-
-@route("/forecast", "forecast.html")
-def forecast() -> dict[str, Any]:
-    period, typed = chosen_period(FORECAST_DAYS, "week"), request.args.get("processes", "").strip()
-    processes = PROCESSES.parse(typed, "processes") if typed else None
-    found = state().cache.get(
-        ("forecast", period, processes),
-        KEPT_S,
-        lambda: state().delays.forecast(FORECAST_DAYS[period], processes=processes),
-    )
-    due, busy = _charts(found)
-    return {
-        "period": period,
-        "periods": list(FORECAST_DAYS),
-        "processes": processes,
-        "f": found,
-        "headline": headline(found, day_and_time),
-        "hours": busiest(found, HOURS_SHOWN),
-        "an_hour": AN_HOUR,
-        "due": due,
-        "busy": busy,
-    }
-
-
-def _charts(found: Forecast) -> list[Markup]:
-    """Return charts of the tasks that are due in each hour, and of the time that they need."""
-    first, known = hour_of(found.made_at), {hour.start: hour for hour in found.hours}
-    starts = [first + n * AN_HOUR for n in range(math.ceil((found.until - first) / AN_HOUR))]
-    hours = [known.get(start) for start in starts]
-    # The largest tag has a colour of its own.
-    tag = found.tags[0].tag if found.tags else ""
-    largest = [hour.due_by_tag.get(tag, 0) if hour else 0 for hour in hours]
-    others = [hour.due - hour.due_by_tag.get(tag, 0) if hour else 0 for hour in hours]
-    due = [Series(tag, "due", largest)] if tag else []
-    due.append(Series("other tags", "other", others))
-    percent = [round(100 * hour.utilization) if hour else 0 for hour in hours]
-    busy = [
-        Series("% of the hour", "done", [each if each <= 100 else 0 for each in percent]),
-        Series("more than the hour", "failed", [each if each > 100 else 0 for each in percent]),
-    ]
-    local = [start.astimezone(viewer_zone()) for start in starts]
-    return [stacked_bars(local, AN_HOUR, parts) for parts in (due, busy)]
-
-
 # -- the runs of a period, which all viewers share for some time ----------------------------------
 
 
@@ -255,10 +201,10 @@ def _busiest_tags(period: ChartPeriod) -> list[str] | None:
     return [each.tag for each in read_tags("hour")[0][:most]]
 
 
-def chosen_period(periods: Collection[str] = PERIODS, default: str = "hour") -> str:
+def chosen_period() -> str:
     """Return the period in the address of this request."""
-    name = request.args.get("period", default)
-    return name if name in periods else default
+    name = request.args.get("period", "hour")
+    return name if name in PERIODS else "hour"
 
 
 def shown_runs(tag: str | None = None) -> dict[str, Any]:

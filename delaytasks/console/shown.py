@@ -62,11 +62,6 @@ def distance(value: datetime | None, now: datetime) -> Markup:
     )
 
 
-def day_and_time(value: datetime) -> str:
-    """Return, for example, "Mon Nov 30, 09:00 UTC", in the viewer's time zone."""
-    return f"{value.astimezone(viewer_zone()):%a %b %d, %H:%M %Z}"
-
-
 def local_times(value: object) -> str:
     """Return a text whose instants in UTC are written in the viewer's time zone, with its name.
 
@@ -90,7 +85,7 @@ def spark(values: Sequence[int]) -> Markup:
 
 
 def install_filters(app: Flask) -> None:
-    shown = (instant, distance, day_and_time, local_times, spark)
+    shown = (instant, distance, local_times, spark)
     app.jinja_env.filters.update({filter.__name__: filter for filter in shown})
     app.jinja_env.globals["zip"] = zip
     app.jinja_env.filters.update(

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from delaytasks.recurring.creation import RecurringTable
     from delaytasks.runtime import Runtime
 
-#: Seconds for which readers share a forecast. It takes seconds if millions of rows wait.
-KEPT_S = 60.0
 HOUR_S = 3600
 MAX_DAYS, MAX_PROCESSES = 92, 1_000_000
 #: The duration of a task of which nothing is known, in seconds.

@@ -5,15 +5,18 @@ from __future__ import annotations
 import html
 import re
 import threading
+from datetime import timedelta
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from werkzeug.datastructures import MultiDict
 
-from delaytasks import StoreUnavailableError
+from delaytasks import NewTask, StoreUnavailableError
 from delaytasks.console import forms
 from delaytasks.console.viewers import Role
 from delaytasks.operate import task_calls as bulk
+from delaytasks.runtime import runtime_of
 from tests.ui.chromium import MODES, watched
 from tests.ui.console_site import Site, post, served
 from tests.ui.test_console_in_a_browser import check_page
@@ -67,6 +70,19 @@ def test_a_group_of_failures_runs_again_or_its_retries_are_cancelled(own_site: S
     assert "1 changed, 0 left as they were" in text
     assert states(own_site, [retrying.id, other.id]) == ["CANCELLED", "NOT_COMPLETE"]
     assert len(delays.find(tag="pay.notify", status="FAILED")) == 4, "other groups stay"
+
+
+def test_an_operator_spreads_the_tasks_of_an_hour(own_site: Site) -> None:
+    at = runtime_of(own_site.delays).clock.now().replace(microsecond=0) + timedelta(days=20)
+    peak = (NewTask("newsletter.send", {"to": number}, at=at) for number in range(300))
+    own_site.delays.schedule_many(peak)
+    hour = urlencode({"since": at.isoformat(), "until": (at + timedelta(hours=1)).isoformat()})
+    client = own_site.client(Role.OPERATE)
+    [link] = re.findall(
+        r'href="(/bulk\?action=reschedule[^"]*)"', client.get(f"/tasks?{hour}").text
+    )
+    assert "300 changed" in confirm(client, link, jitter="10m")[1]
+    assert len({task.due for task in own_site.delays.find(tag="newsletter.send", limit=300)}) > 100
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -55,7 +55,6 @@ def pages_of(site: Site) -> Mapping[str, int]:
         f"/tag?period={QUOTED}&name={QUOTED}%2F..%2F": 2,
         "/failures": 3,
         f"/failures/{group}": 8,
-        f"/forecast?period={QUOTED}": 3,
         "/recurring": 5,
         f"/recurring?name={QUOTED}": 9,
         "/policies": 5,

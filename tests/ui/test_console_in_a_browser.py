@@ -20,7 +20,7 @@ AXE = Path(__file__).parent / "axe/axe-4.14.1.min.js"
 #: The rules of WCAG 2.0 to 2.2, levels A and AA, and axe-core's best practices.
 RUN_AXE = """() => axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa",
     "wcag22aa", "best-practice"]})"""
-NAMES = """overview tasks task tags tag failures failure forecast recurring schedule policies queues
+NAMES = """overview tasks task tags tag failures failure recurring schedule policies queues
     workers audit bulk run missing""".split()
 
 

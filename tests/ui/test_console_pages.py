@@ -26,7 +26,7 @@ from tests.ui.console_site import Site, chart_titles, fill, make_delays, post
 from tests.world import RUNNING
 from tests.world.recording import set_columns
 
-PAGES = "/ /tasks /tags /failures /forecast /recurring /policies /queues /workers /audit".split()
+PAGES = "/ /tasks /tags /failures /recurring /policies /queues /workers /audit".split()
 
 
 def heading(text: str) -> str:
@@ -153,10 +153,9 @@ def test_times_reasons_and_charts_are_in_the_zone_of_the_viewer(own_site: Site) 
     assert f"It failed at {local:%Y-%m-%d %H:%M:%S} JST: " in page
     assert f">{failed.due + timedelta(hours=9):%Y-%m-%d %H:%M:%S} JST" in page
     assert "until: 2030-02-01 03:00:00 JST" in client.get("/audit").text
-    for path in ("/", "/forecast"):
-        text = client.get(path).text
-        assert text.count(">JST</text>") >= 2, path
-        assert ">UTC</text>" not in text, path
+    text = client.get("/").text
+    assert text.count(">JST</text>") >= 2
+    assert ">UTC</text>" not in text
 
 
 def test_the_timeline_of_a_task_names_its_delay_or_recurring_schedule(own_site: Site) -> None:

@@ -160,7 +160,7 @@ def test_a_day_of_many_tags_reads_the_busiest(empty: Site, monkeypatch: pytest.M
     assert len(rows(client.get("/tags?period=hour").text)) == 9
 
 
-@pytest.mark.parametrize("path", ["/", "/tasks?tag=order.close", "/forecast", "/failures/…"])
+@pytest.mark.parametrize("path", ["/", "/tasks?tag=order.close", "/failures/…"])
 def test_tags_of_other_pages_lead_to_the_page_of_the_tag(site: Site, path: str) -> None:
     client = site.client()
     if path == "/failures/…":
