@@ -32,8 +32,7 @@ class SpanFile(SpanExporter):
 if FOLDER in os.environ:
     spans = TracerProvider()
     spans.add_span_processor(SimpleSpanProcessor(SpanFile()))
-    continues_trace = "DELAYTASKS_TEST_CONTINUES_TRACE" in os.environ
-    opentelemetry.instrument(spans, continues_trace=continues_trace)
+    opentelemetry.instrument(spans)
 
 
 @processor("otel.works")

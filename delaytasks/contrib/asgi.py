@@ -1,4 +1,4 @@
-"""Integrates with ASGI applications: FastAPI, Starlette, Litestar, Quart and others.
+"""Integrates with FastAPI and Starlette.
 
 A lifespan opens and closes a `DelayTasks`, a dependency of FastAPI is the transaction of a request,
 and `mount` serves the console or the HTTP API. See docs/frameworks.md.
@@ -88,62 +88,36 @@ def request_transaction(sessions: async_sessionmaker[AsyncSession]) -> Any:
     return Depends(transaction, scope="function")
 
 
-def mount(app: Any, path: str, wsgi: Any) -> Any:
-    """Serve the console or the HTTP API below a path of an ASGI application.
+def mount(app: Any, path: str, wsgi: Any) -> None:
+    """Serve the console or the HTTP API below a path of a FastAPI or Starlette application.
 
     Parameters
     ----------
     app
-        The application of the framework.
+        The application.
     path
         The path, such as `/delays`.
     wsgi
         The result of `make_console` or `make_api`, or another WSGI application. Its requests are
         served by 10 threads. The function that names a viewer of the console runs in one of them.
-        With FastAPI and Starlette it receives the `Request`, whose `session` and `user` are those
-        of the application's middleware, and otherwise the scope.
-
-    Returns
-    -------
-    callable
-        The application for the server. With FastAPI and Starlette it is `app` itself.
+        It receives the `Request`, whose `session` and `user` are those of the application's
+        middleware.
 
     Examples
     --------
     >>> mount(app, "/delays", make_console(delays, viewer, secret_key=settings.secret_key))
-    >>> server_app = mount(litestar_app, "/delays", make_api(delays, keys))
     """
-    if hasattr(app, "mount"):
-        # Imported here: other applications do not need Starlette.
-        from starlette.requests import Request
-
-        app.mount(path, _asgi_of(wsgi, Request))
-        return app
-    mounted = _asgi_of(wsgi, lambda scope: scope)
-
-    async def served(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            root_path = scope.get("root_path", "") + path.rstrip("/")
-            if f"{scope['path']}/".startswith(f"{root_path}/"):
-                await mounted({**scope, "root_path": root_path}, receive, send)
-                return
-        await app(scope, receive, send)
-
-    return served
-
-
-def _asgi_of(wsgi: Any, request_of: Callable[[Any], Any]) -> Any:
-    """Return the ASGI application of a WSGI application; `request_of` gets the scope."""
-    # Imported here: applications that mount nothing need neither a2wsgi nor Werkzeug.
+    # Imported here: applications that mount nothing need none of them.
     from a2wsgi import WSGIMiddleware
+    from starlette.requests import Request
 
     from delaytasks.console.viewers import HOST_REQUEST
 
     def adapted(environ: Any, start_response: Any) -> Any:
-        environ[HOST_REQUEST] = lambda: nullcontext(request_of(environ["asgi.scope"]))
+        environ[HOST_REQUEST] = lambda: nullcontext(Request(environ["asgi.scope"]))
         # Werkzeug reads a body without a length only if the stream is known to end.
         if "CONTENT_LENGTH" not in environ:
             environ["wsgi.input_terminated"] = True
         return wsgi(environ, start_response)
 
-    return WSGIMiddleware(adapted)
+    app.mount(path, WSGIMiddleware(adapted))

@@ -42,9 +42,6 @@ class FlaskDelays(DelayTasks):
         from `app.config["CELERY"]`.
     default
         Whether `current_delays` returns this object, which the functions of the package use too.
-    join_session
-        Whether calls without `session=` write in `db.session` of Flask-SQLAlchemy. If False, each
-        call is a transaction of its own.
 
     Examples
     --------
@@ -61,17 +58,11 @@ class FlaskDelays(DelayTasks):
     _tables_remedy = "run: flask --app APP delays db upgrade"
 
     def __init__(
-        self,
-        app: Flask | None = None,
-        *,
-        celery_app: Any = None,
-        default: bool = True,
-        join_session: bool = True,
+        self, app: Flask | None = None, *, celery_app: Any = None, default: bool = True
     ) -> None:
         super().__init__(None)
         self._flask: Flask | None = None
         self._given_celery = celery_app
-        self._joins_session = join_session
         if default:
             set_project_delays(self)
         if app is not None:
@@ -123,7 +114,7 @@ class FlaskDelays(DelayTasks):
 
     def _ambient_transaction(self) -> Transaction | None:
         """Return the request's transaction if it is on the database of the tables."""
-        if not self._joins_session or not has_app_context():
+        if not has_app_context():
             return None
         url = _session_url()
         if url is None:

@@ -57,7 +57,6 @@ class _Tracing(NamedTuple):
     """Creates the spans."""
 
     tracer: Tracer
-    continues_trace: bool
 
     def scheduled(self, tag: str, tasks: Sequence[DelayedTask]) -> Mapping[str, str]:
         """Make the producer span of a call, and return its context for the meta of the tasks."""
@@ -76,13 +75,12 @@ class _Tracing(NamedTuple):
         creators = [trace.get_current_span(one).get_span_context() for one in contexts]
         by_span = {creator.span_id: creator for creator in creators if creator.is_valid}
         links = [Link(creator) for creator in by_span.values()]
-        is_child = self.continues_trace and len(links) == 1
         # An empty context begins a new trace: that of the call may have ended days ago.
         with self.tracer.start_as_current_span(
             f"{PROCESS} {tasks[0].tag}",
-            contexts[0] if is_child else Context(),
+            Context(),
             kind=SpanKind.CONSUMER,
-            links=() if is_child else links,
+            links=links,
             attributes=_attributes(tasks, PROCESS),
         ) as span:
 
@@ -102,20 +100,17 @@ class _Tracing(NamedTuple):
 _ends = ExitStack()
 
 
-def instrument(
-    tracer_provider: TracerProvider | None = None, *, continues_trace: bool = False
-) -> None:
+def instrument(tracer_provider: TracerProvider | None = None) -> None:
     """Make spans for all delayed tasks of this process from now on.
 
-    Call it in the processes that schedule tasks and in those of the workers' pools.
+    Call it in the processes that schedule tasks and in those of the workers' pools. Each run is a
+    trace of its own with a link to the call that has scheduled the task, since days may be between
+    them.
 
     Parameters
     ----------
     tracer_provider
         By default the global one.
-    continues_trace
-        Whether a run belongs to the trace of the call that has scheduled the task. By default each
-        run is a trace of its own with a link to the call, since days may be between them.
 
     Examples
     --------
@@ -126,7 +121,7 @@ def instrument(
     """
     uninstrument()
     tracer = trace.get_tracer("delaytasks", tracer_provider=tracer_provider)
-    tracing = _Tracing(tracer, continues_trace)
+    tracing = _Tracing(tracer)
     trace_sources.append(tracing.scheduled)
     _ends.callback(trace_sources.remove, tracing.scheduled)
     _ends.callback(follow_runs(tracing.run))

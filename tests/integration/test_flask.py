@@ -157,14 +157,13 @@ def test_without_a_context_or_with_a_session_the_requests_session_is_left_alone(
             project.delays.schedule_delay("order.close", 1, 1, session=other)
         project.db.session.rollback()
     assert project.count() == len(project.armed) == 2
-    # So does a project with a database of its own, or with join_session=False.
-    own, joined = FlaskProject(), FlaskProject(join_session=False)
-    for project, settings in ((own, {"database_url": sqlite_path("tasks")}), (joined, {})):
-        with closing(project), project.create_app(sqlite_path("shop"), **settings).app_context():
-            before = project.count()
-            project.delays.schedule_delay("order.close", 1, 60)
-            project.db.session.rollback()
-            assert project.count() == before + 1
+    # So does a project with a database of its own.
+    own, database_url = FlaskProject(), sqlite_path("tasks")
+    with closing(own), own.create_app(sqlite_path("shop"), database_url=database_url).app_context():
+        before = own.count()
+        own.delays.schedule_delay("order.close", 1, 60)
+        own.db.session.rollback()
+        assert own.count() == before + 1
 
 
 # -- processors -----------------------------------------------------------------------------------

@@ -1,20 +1,18 @@
-"""What Django calls: the app for INSTALLED_APPS, the system checks, and the tables of `migrate`."""
+"""What Django calls: the app for INSTALLED_APPS, the system check, and the tables of `migrate`."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from django.apps import AppConfig
-from django.core.checks import CheckMessage, Error, Tags, Warning, register
+from django.core.checks import CheckMessage, Error, register
 
 from delaytasks.celery import set_project_delays
-from delaytasks.contrib.django.django_connection import MIGRATE_REMEDY, source_at
+from delaytasks.contrib.django.django_connection import source_at
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.db import migrations
 from delaytasks.model.errors import ConfigError
-from delaytasks.operate.health import HealthChecks
 from delaytasks.runtime import runtime_of
 
 
@@ -32,56 +30,19 @@ class DelayTasksConfig(AppConfig):
     def ready(self) -> None:
         project_delays().import_processors()
         register(check_settings, "delaytasks")
-        # `check --database` and `migrate` run those with this tag.
-        register(check_database, Tags.database, "delaytasks")
 
 
-# -- The system checks ----------------------------------------------------------------------------
+# -- The system check -----------------------------------------------------------------------------
 
 
 def check_settings(**_: Any) -> list[CheckMessage]:
     """Check the settings without any connection."""
-    delays = project_delays()
-    runtime = runtime_of(delays)
-    found: list[CheckMessage] = []
     try:
-        runtime.checks.check_settings()
+        runtime_of(project_delays()).checks.check_settings()
     except ConfigError as error:
         hint = "Correct settings.DELAYTASKS or the CELERY_ settings."
-        found.append(Error(str(error), hint, id="delaytasks.E001"))
-    conf = runtime.celery.conf
-    if runtime.direct_timer is None and not (conf.broker_url or conf.broker_write_url):
-        found.append(
-            Warning(
-                "No broker is configured, and Celery looks for RabbitMQ on this machine.",
-                "Set CELERY_BROKER_URL, or run tasks without a broker: "
-                "DELAYTASKS = {'timer': 'direct'}.",
-                id="delaytasks.W001",
-            )
-        )
-    return found
-
-
-def check_database(databases: Iterable[str] | None = None, **_: Any) -> list[CheckMessage]:
-    """Check that the database answers, and its tables."""
-    delays = project_delays()
-    is_migrating = sys.argv[1:2] == ["migrate"]  # the command makes the tables
-    if is_migrating or delays.alias not in (databases or ()):
-        return []
-    runtime = runtime_of(delays)
-    problems = [each for each in HealthChecks(runtime, "api").ready() if not each.is_ok]
-    # Otherwise Django's test runner could not drop the database.
-    runtime.store.database.dispose()
-    return [
-        Warning(
-            f"Database {delays.alias!r}, {each.name}: {each.detail}.",
-            MIGRATE_REMEDY.capitalize()
-            if each.name == "tables"
-            else "Check the database and the rights of its user.",
-            id="delaytasks.W003",
-        )
-        for each in problems
-    ]
+        return [Error(str(error), hint, id="delaytasks.E001")]
+    return []
 
 
 # -- The tables, which are those of `delaytasks db upgrade` ---------------------------------------

@@ -26,7 +26,6 @@ from delaytasks.db.engines import (
     unknown_outcome,
 )
 from delaytasks.db.sessions import ConnectionSource
-from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import ConfigError, DelayTaskError, SessionUnusableError
 from delaytasks.model.task import DelayedTask
 
@@ -57,15 +56,6 @@ class DjangoConnection:
     def execute(self, statement: Any, parameters: Any = None, /) -> Any:
         if parameters and "id" in parameters:
             self.written_id = parameters["id"]
-        began = monotonic()
-        result = self.peek(statement, parameters)
-        if self._connection.queries_logged:
-            sql, took_s = result.context.statement, monotonic() - began
-            self._connection.queries_log.append({"sql": sql, "time": f"{took_s:.3f}"})
-        return result
-
-    def peek(self, statement: Any, parameters: Any = None) -> Any:
-        """Execute a statement that Django's query log and `assertNumQueries` do not see."""
         self._connection.validate_no_broken_transaction()
         try:
             return self._lent.execute(statement, parameters)
@@ -153,7 +143,7 @@ _DRIVER_NAMES = {"MySQLdb": "mysqldb", "sqlite3": "pysqlite", "sqlite3.dbapi2": 
 _DRIVERS = {"postgresql": "postgresql+psycopg2", "mysql": "mysql+pymysql", "sqlite": "sqlite"}
 #: Options of Django and of psycopg 3 that psycopg2 does not know.
 _NOT_LIBPQ = frozenset(
-    "assume_role context cursor_factory isolation_level pool prepare_threshold row_factory "
+    "context cursor_factory isolation_level pool prepare_threshold row_factory "
     "server_side_binding".split()
 )
 #: Options that both MySQL drivers accept in a URL. The storage sets character set and isolation.
@@ -178,9 +168,6 @@ def database_url(vendor: str, database: Mapping[str, Any]) -> str:
     query = {}
     if vendor == "postgresql":
         query = {each: str(value) for each, value in options.items() if each not in _NOT_LIBPQ}
-        if role := options.get("assume_role"):
-            role = str(role).replace(" ", r"\ ")
-            query["options"] = f"{query.get('options', '')} -c role={role}".strip()
         if host.startswith(("/", "@")) or "," in host + port:  # a socket, or several hosts
             query |= {"host": host} | ({"port": port} if port else {})
             host = port = ""

@@ -119,7 +119,7 @@ class DjangoDelays(DelayTasks):
             return super()._database_now(insists)
         try:
             now: datetime = (
-                DjangoConnection(connections[self.alias]).peek(select(db_now())).scalar_one()
+                DjangoConnection(connections[self.alias]).execute(select(db_now())).scalar_one()
             )
         except (Error, DBAPIError):
             with DjangoTransaction(self.alias).guard():  # translates the error

@@ -107,18 +107,6 @@ def test_the_span_of_a_run_links_to_the_span_of_its_call(
     assert ids == sorted(span.context.span_id for span in of_batch), "one to each call"
 
 
-def test_a_run_can_continue_the_trace_of_its_scheduling_call(
-    site: TracedSite, provider: Any
-) -> None:
-    site.worker(DELAYTASKS_TEST_CONTINUES_TRACE="1")
-    site.end(site.schedule("otel.works"))
-    [created] = provider.found()
-    [run] = site.spans("process otel.works")
-    assert int(run["parent_id"], 16) == created.context.span_id
-    assert int(run["context"]["trace_id"], 16) == created.context.trace_id
-    assert run["links"] == []
-
-
 #: Runs the command of this name. In the log are then the spans of each process.
 OPENTELEMETRY_INSTRUMENT = """
 from opentelemetry.instrumentation.auto_instrumentation import run
