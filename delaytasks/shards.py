@@ -29,7 +29,7 @@ from delaytasks.loops import twin
 from delaytasks.model import errors
 from delaytasks.model.clock import monotonic, shard_of
 from delaytasks.model.filters import batches
-from delaytasks.model.inputs import Delay, check_key
+from delaytasks.model.inputs import check_key
 from delaytasks.model.task import TaskName, id_of, new_task_of
 
 P = ParamSpec("P")
@@ -253,20 +253,6 @@ class Shards:
     schedule_delay = _for_new(DelayTasks.schedule_delay)
     aschedule_delay = twin(schedule_delay)
 
-    def new_id(self, tag: str | None = None, key: str | None = None) -> int:
-        """Return an unused id of the member to which a new task goes. See `DelayTasks.new_id`.
-
-        Parameters
-        ----------
-        tag, key
-            The tag and key of the task, if it will have a key.
-
-        Examples
-        --------
-        >>> id = shards.new_id("order.close", "7")
-        """
-        return self._schedule(tag or "", {"key": key}, lambda member: member.new_id())
-
     # -- one task ---------------------------------------------------------------------------------
 
     cancel = _for_one(DelayTasks.cancel)
@@ -274,24 +260,8 @@ class Shards:
     touch = _for_one(DelayTasks.touch)
     rerun = _for_one(DelayTasks.rerun)
     get = _for_one(DelayTasks.get)
-    result = _for_one(DelayTasks.result)
     acancel, areschedule, atouch = twin(cancel), twin(reschedule), twin(touch)
     arerun, aget = twin(rerun), twin(get)
-
-    async def aresult(self, task: Any = None, timeout: Delay | None = None, **key: Any) -> Any:
-        """Wait for the result of a task. This is the asynchronous twin of `result`.
-
-        Examples
-        --------
-        >>> await shards.aresult(task, "30s")
-        """
-
-        def having(member: DelayTasks) -> DelayTasks:
-            member.get(task, **key)
-            return member
-
-        member: DelayTasks = await self._run_async(self._ask_in_turn, having, task, **key)
-        return await member.aresult(task, timeout, **key)
 
     # -- many tasks -------------------------------------------------------------------------------
 

@@ -574,9 +574,6 @@ def retry_after_s(text: str, now: datetime) -> float:
 
 # -- Responses of untrusted servers, which are read with limits of time and size ------------------
 
-#: A receiver may send this number of interim responses (status 1xx) before the final one.
-MAX_INTERIM_RESPONSES = 10
-
 
 def time_left_s(until: float, limit_s: float) -> float:
     """Return the time that is left for a callback, or `limit_s` if that is shorter."""
@@ -616,13 +613,11 @@ class _Response(http.client.HTTPResponse):
     def _read_status(self) -> tuple[str, int, str]:
         """Return the status line of the final response.
 
-        `http.client` skips only status 100, and without a limit.
+        `http.client` skips only status 100 of the interim ones (1xx). The limits of the reader end
+        a response that has no other.
         """
-        for _ in range(MAX_INTERIM_RESPONSES + 1):
+        while True:
             version, status, reason = super()._read_status()  # type: ignore[misc]
             if not 100 <= status < 200 or status == http.client.SWITCHING_PROTOCOLS:
                 return version, status, reason
             http.client.parse_headers(self.fp)
-        raise http.client.HTTPException(
-            f"more than {MAX_INTERIM_RESPONSES} interim responses (status 1xx)"
-        )

@@ -53,13 +53,7 @@ class SigningKeys:
         return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)
 
 
-def verify(
-    payload: bytes,
-    headers: Mapping[str, str],
-    secrets: str | Iterable[str],
-    *,
-    tolerance_s: float = TOLERANCE_S,
-) -> Received:
+def verify(payload: bytes, headers: Mapping[str, str], secrets: str | Iterable[str]) -> Received:
     """Check the signature of a callback, and return the callback.
 
     Parameters
@@ -71,8 +65,6 @@ def verify(
     secrets
         The secrets of the form `whsec_…`, as a list or separated by spaces. The callback must be
         signed by one of them.
-    tolerance_s
-        The largest allowed difference between the callback's timestamp and this host's clock.
 
     Returns
     -------
@@ -114,9 +106,9 @@ def verify(
     if not any(found):
         raise InvalidInputError("no signature is by one of the secrets", "headers")
     is_number = timestamp.isascii() and timestamp.isdigit()
-    if not is_number or abs(wall_ms() / 1000 - int(timestamp[:12])) > tolerance_s:
+    if not is_number or abs(wall_ms() / 1000 - int(timestamp[:12])) > TOLERANCE_S:
         raise InvalidInputError(
-            f"signed more than {tolerance_s:g} s ago, or in the future; are both clocks right?",
+            f"signed more than {TOLERANCE_S:g} s ago, or in the future; are both clocks right?",
             "headers",
         )
     try:

@@ -22,7 +22,6 @@ from delaytasks.model.errors import (
     DelayTaskError,
     InvalidInputError,
     OutcomeUnknownError,
-    SessionUnusableError,
     StoreError,
     TaskNotFoundError,
     TaskStateError,
@@ -115,7 +114,7 @@ class Route:
 
     @property
     def takes_idempotency_key(self) -> bool:
-        """Whether repetitions are detected. Other routes refuse a request with the header."""
+        """Whether repetitions are detected."""
         return self.operation.who == "schedule"
 
     @property
@@ -250,7 +249,7 @@ def _body(route: Route) -> Any:
         said = "The body is JSON: send Content-Type: application/json."
         raise exceptions.UnsupportedMediaType(said)
     try:
-        return json.loads(data, parse_constant=_refuse_constant)
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"the body is not JSON: {error}", "body") from None
 
@@ -267,20 +266,12 @@ def _data() -> bytes:
     return data
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
 def _idempotency_key(route: Route) -> str | None:
+    """Return the header, which routes that schedule nothing ignore."""
     found = request.headers.get(IDEMPOTENCY.name)
-    if found is not None and not route.takes_idempotency_key:
-        raise InvalidInputError(
-            f"{route.name} does not take the header {IDEMPOTENCY.name}: a repeated request would "
-            "be carried out again; leave it out",
-            IDEMPOTENCY.name,
-        )
-    if found is not None:
-        check_value(found, IDEMPOTENCY.schema, f"the header {IDEMPOTENCY.name}")
+    if found is None or not route.takes_idempotency_key:
+        return None
+    check_value(found, IDEMPOTENCY.schema, f"the header {IDEMPOTENCY.name}")
     return found
 
 
@@ -359,12 +350,6 @@ def _scheduled_once(
         task = runtime_of(delays).store.database.transaction(insert)
     except _ScheduledBeforeError as before:
         task = before.task
-    except SessionUnusableError:
-        # MariaDB ends a transaction that waits for the lock of a simultaneous request too long.
-        found = delays.find(**named, limit=1)
-        if not found.tasks:
-            raise
-        task = found.tasks[0]
     body = values.get("body")
     if "url" in values:
         body = {"url": values["url"], "body": body, "headers": values.get("headers", {})}
@@ -376,7 +361,7 @@ def _scheduled_once(
 
 # -- the WSGI application --------------------------------------------------------------------------
 
-#: Bytes of the longest request, by default.
+#: Bytes of the longest request.
 MOST_REQUEST_BYTES = 4 * 1024 * 1024
 #: The version of the API. Each path begins with its first number.
 API_VERSION = "1.0.0"
@@ -385,9 +370,7 @@ DOCUMENT_PATH = "/v1/openapi.json"
 RESPONSE_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
-def make_api(
-    delays: DelayTasks, keys: ApiKeys | ApiKeyFile, *, most_bytes: int = MOST_REQUEST_BYTES
-) -> Flask:
+def make_api(delays: DelayTasks, keys: ApiKeys | ApiKeyFile) -> Flask:
     """Return the HTTP API of `delays` as a WSGI application.
 
     Parameters
@@ -396,8 +379,6 @@ def make_api(
         The `DelayTasks` whose tasks callers schedule, read and change.
     keys
         The API keys: an `ApiKeyFile`, or `ApiKeys`.
-    most_bytes
-        The bytes of the longest request.
 
     Returns
     -------
@@ -409,7 +390,7 @@ def make_api(
     >>> api = make_api(delays, ApiKeyFile(Path("api-keys.json")))
     """
     app = Flask(__name__, static_folder=None)
-    app.config.update(MAX_CONTENT_LENGTH=most_bytes, PROVIDE_AUTOMATIC_OPTIONS=False)
+    app.config.update(MAX_CONTENT_LENGTH=MOST_REQUEST_BYTES, PROVIDE_AUTOMATIC_OPTIONS=False)
     app.url_map.merge_slashes = False
     for route in ROUTES:
         rule, perform = route.path.replace("{id}", "<id>"), partial(_perform, delays, keys, route)

@@ -61,7 +61,6 @@ COMPONENTS: dict[str, dict[str, Any]] = {
             "status": {"enum": [*_STATUSES, None]},
         }
     ),
-    "TouchResult": _open(_each("touched gone", {"type": "array", "items": _TEXT})),
     "Problem": _open({**_each("type title detail argument", _TEXT), "status": _COUNT}, "argument"),
 }
 

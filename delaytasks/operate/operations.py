@@ -36,7 +36,7 @@ from delaytasks.model.inputs import (
     parse_instant,
 )
 from delaytasks.model.moves import Status
-from delaytasks.model.task import CancelResult, DelayedTask, Page, TouchResult
+from delaytasks.model.task import CancelResult, DelayedTask, Page
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
@@ -480,32 +480,6 @@ def rerun(delays: DelayTasks, **options: Any) -> DelayedTask:
     return delays.rerun(**options)
 
 
-@operation(
-    "touch",
-    "operate",
-    replace(DELAY, is_required=True),
-    routes={"touchTask": ("POST", "/v1/tasks/{id}/touch")},
-    reply="TouchResult",
-)
-def touch(delays: DelayTasks, **options: Any) -> TouchResult:
-    """Postpone a timeout."""
-    return delays.touch(**options)
-
-
-@operation(
-    "touch keys",
-    "operate",
-    replace(TAG, is_required=True),
-    Parameter("keys", KEY.kind, "Names of tasks.", is_many=True, is_required=True, most=1000),
-    replace(DELAY, is_required=True),
-    routes={"touchKeys": ("POST", "/v1/keys/touch")},
-    reply="TouchResult",
-)
-def touch_keys(delays: DelayTasks, keys: list[str], **options: Any) -> TouchResult:
-    """Postpone the timeouts of many keys."""
-    return delays.touch(key=keys, **options)
-
-
 @operation("log", "read", Parameter("limit", integer(1, PAGE_MAX), "1 to 1000. [20]"))
 def log(delays: DelayTasks, limit: int = 20) -> list[Any]:
     """List the operations on many tasks, the newest first: the actor, the filter and the counts.
@@ -696,6 +670,4 @@ def document_of(result: Any) -> Any:
                 "id": None if result.id is None else str(result.id),
                 "status": None if result.status is None else result.status.name,
             }
-        case TouchResult():
-            return {"touched": [*map(str, result.touched)], "gone": [*map(str, result.gone)]}
     return result.as_json()

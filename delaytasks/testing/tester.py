@@ -656,14 +656,6 @@ def _raise_failures(runs: Sequence[Run]) -> None:
     """Raise the error of the first task whose last run has raised one."""
     __tracebackhide__ = True
     last = {run.task.id: run for run in runs}
-    errors = [run for run in last.values() if run.error is not None]
-    if not errors:
-        return
-    error = errors[0].error
-    assert error is not None
-    if hasattr(error, "add_note"):  # Python 3.11
-        task = errors[0].task
-        error.add_note(f"raised by the processor of task {task.id} (tag {task.tag!r})")
-        if len(errors) > 1:
-            error.add_note(f"{count(len(errors) - 1, 'more task')} failed")
-    raise error
+    for run in last.values():
+        if run.error is not None:
+            raise run.error

@@ -127,7 +127,7 @@ def test_every_process_sends_a_key_to_the_same_member(process: Process) -> None:
         for other in (second, reversed_list):
             with pytest.raises(e.DuplicateTaskError):
                 other.schedule_delay(TAG, None, at=task.expected_time, key=f"k{number}")
-        assert shard_of(first.new_id(TAG, f"k{number}")) == shard_of(task.id)
+        assert shard_of(first.member(TAG, f"k{number}").new_id()) == shard_of(task.id)
     assert all(8 < places[number] < 32 for number in range(3)), places
 
 
@@ -164,18 +164,14 @@ def test_calls_by_id_reach_only_its_member(shards: Shards, monkeypatch: MonkeyPa
     for task in [shards.schedule_delay(TAG, {"n": 1}, 60) for _ in shards.members]:
         for other in shards.members:
             if other is not shards.member_of(task):
-                for method in ("get", "cancel", "reschedule", "touch", "rerun", "result"):
+                for method in ("get", "cancel", "reschedule", "touch", "rerun"):
                     monkeypatch.setattr(other, method, None)  # calling None would raise
         assert shards.get(str(task.id)).body == {"n": 1}
         assert shards.get(task, attempts=True).attempts == ()
         assert shards.touch(task.id, 120).touched == [task.id]
         assert shards.reschedule(task, delay=3600).expected_time > task.expected_time
-        with pytest.raises(e.WaitTimeoutError):
-            shards.result(task, 0.01)
         assert shards.cancel(task.id)
         assert shards.touch(task.id, 120).gone == [task.id]
-        with pytest.raises(e.TaskCancelledError):
-            shards.result(task.id)
         assert shards.rerun(task.id).status is Status.NOT_COMPLETE
         monkeypatch.undo()
 
@@ -223,9 +219,9 @@ def test_a_new_member_takes_keys_and_no_other_key_moves(process: Process) -> Non
 
 
 def test_a_call_names_one_task_that_exists(shards: Shards) -> None:
-    id = shards.new_id()
+    id = shards.any(DelayTasks.new_id)
     assert shards.cancel(id).status is None
-    for call in (shards.get, shards.touch, shards.rerun, shards.result):
+    for call in (shards.get, shards.touch, shards.rerun):
         with pytest.raises(e.TaskNotFoundError, match=str(id)):
             call(id, *[5] * (call == shards.touch))
     for name in ({}, {"key": "7"}, {"task": 7, "tag": TAG, "key": "7"}):
@@ -290,7 +286,7 @@ def test_calls_of_missing_members_fail_and_say_which_members_have_done_it(
 
 
 def test_what_waits_has_an_asynchronous_twin() -> None:
-    without = {"member", "member_of", "new_id", "processor"}
+    without = {"member", "member_of", "processor"}
     methods = {name for name, _ in inspect.getmembers(Shards, inspect.isfunction)}
     public = {name for name in methods if name[0] != "_"}
     twins = {name for name in public if name[0] == "a" and name[1:] in public}
@@ -301,14 +297,10 @@ def test_a_coroutine_waits_for_a_task_of_any_member(shards: Shards) -> None:
     async def work() -> None:
         key = key_at(shards, 2)
         task = await shards.aschedule_delay(TAG, 5, 60, key=key)
-        with pytest.raises(e.WaitTimeoutError):
-            await shards.aresult(tag=TAG, key=key, timeout=0.01)
-        waiting = asyncio.create_task(shards.aresult(task.id, 30))
+        waiting = asyncio.create_task(shards.member_of(task).aresult(task, 30))
         assert await shards.acancel(tag=TAG, key=key)
         with pytest.raises(e.TaskCancelledError):
             await waiting
-        with pytest.raises(e.TaskNotFoundError):
-            await shards.aresult(shards.new_id(), 1)
         await shards.aclose()
 
     asyncio.run(work())
