@@ -6,6 +6,7 @@ and `mount` serves the console or the HTTP API. See docs/frameworks.md.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,8 @@ def delays_lifespan(delays: DelayTasks, lifespan: Lifespan | None = None) -> Lif
 
     @asynccontextmanager
     async def opened(app: Any) -> AsyncIterator[Any]:
-        runtime_of(delays)
+        # The first connection sets up an SQLite file, for which no request may have locked it.
+        await asyncio.to_thread(runtime_of(delays).clock.refresh_if_due)
         try:
             async with nullcontext() if lifespan is None else lifespan(app) as state:
                 yield state

@@ -522,8 +522,9 @@ class Database:
         if lacks_sqlite_file(self.url):
             raise StoreError(
                 f"there is no database {os.path.abspath(str(self.url.database))}: go to your "
-                "project's folder, name your Celery app (delaytasks -A APP …) or its database "
-                f"(DELAYTASKS_DATABASE_URL); to make a new one here, {self.tables_remedy}"
+                "project's folder, name your Celery app (delaytasks -A APP …; with Django: python "
+                "manage.py delays …) or its database (DELAYTASKS_DATABASE_URL); to make a new one "
+                f"here, {self.tables_remedy}"
             )
 
     def _make(self, attribute: str, isolation_level: str) -> Engine:

@@ -40,6 +40,13 @@ def run_pytest(folder: Path, url: str, *options: str) -> str:
     return output_of(command, folder, clean_environment(**own, **urls))
 
 
+def test_celery_alone(tmp_path: Path) -> None:
+    write_files("Celery alone", tmp_path)
+    for _ in range(2):
+        assert "1 passed" in run_pytest(tmp_path, "sqlite://")
+    assert not list(tmp_path.glob("*.sqlite3"))
+
+
 @databases
 def test_celery_sqlalchemy_and_fastapi_with_synchronous_sessions(
     fresh_url: str, tmp_path: Path
