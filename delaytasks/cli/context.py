@@ -14,10 +14,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from delaytasks.attachment import file_broker_url
 from delaytasks.cli.output import NOTED, WANTS_JSON, Failure, Part, is_json, text_of
 from delaytasks.model.errors import ConfigError, DelayTaskError
 
@@ -127,6 +129,9 @@ class Cli:
                 f"the Celery app {self.app.main or '(unnamed)'!r} has no delayed tasks; "
                 "make one with DelayTasks(app) where the app is made"
             )
+        data_dir, conf = found.settings.data_dir, self.app.conf
+        if conf.broker_url is None and Path(data_dir, "broker").is_dir():
+            conf.broker_url = file_broker_url(data_dir)  # that of `up`
         self.ctx.call_on_close(found.close)
         return found  # type: ignore[no-any-return]
 
@@ -189,7 +194,8 @@ class Cli:
         rerun`, `delaytasks -A APP db` or `flask --app APP delays db`. The user may have called
         `delaytasks -A shop`, or `celery -A shop delays`.
         """
-        if self.app_name is not None:
+        # A Django project may have an app of its own, under any name.
+        if self.app_name is not None and "manage.py" not in self.command:
             message = message.replace("celery -A … ", f"celery -A {self.app_name} ")
         group = self.ctx.command
         names = group.list_commands(self.ctx) if isinstance(group, click.Group) else []

@@ -86,7 +86,10 @@ def up(cli: Cli, concurrency: int | None, no_flower: bool, no_console: bool) -> 
         for name, text in _what_to_open(cli, has_files, ports):
             click.echo(f"  {click.style(f'{name:12}', bold=True)}{text}")
 
-    if not run_together(commands, announce):
+    is_done = run_together(commands, announce)
+    if has_files:
+        _delete_files(data_dir)
+    if not is_done:
         sys.exit(1)
 
 
@@ -96,9 +99,13 @@ def _use_files(app: Any, data_dir: str) -> bool:
     if app.conf.broker_url not in (None, files):
         return False
     os.environ["CELERY_BROKER_URL"] = files
-    # Messages and bindings of an earlier run are for processes that have ended.
-    shutil.rmtree(Path(data_dir) / "broker", ignore_errors=True)
+    _delete_files(data_dir)
     return True
+
+
+def _delete_files(data_dir: str) -> None:
+    """Delete messages and bindings, which are for processes that have ended."""
+    shutil.rmtree(Path(data_dir) / "broker", ignore_errors=True)
 
 
 def _commands(
@@ -142,7 +149,7 @@ def _what_to_open(cli: Cli, has_files: bool, ports: Mapping[str, int]) -> Iterat
     yield "database", cli.store.database.shown_url
     yield "broker", broker_url(cli.app)
     if has_files and cli.app_name != DEFAULT_APP:
-        yield "", f"in other shells: export CELERY_BROKER_URL={broker_url(cli.app)}"
+        yield "", f"for your own programs: export CELERY_BROKER_URL={broker_url(cli.app)}"
     for name, port in ports.items():
         yield name, f"http://127.0.0.1:{port}"
     tags = [p.tag for p in cli.runtime.registry if not p.tag.startswith("delaytasks.")]

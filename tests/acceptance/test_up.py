@@ -148,9 +148,10 @@ def test_up_runs_an_app_that_has_no_broker(up: UserFolder) -> None:
     (up.folder / "shop.py").write_text(SHOP)
     up.app = ["-A", "shop"]
     up.up("--no-flower", "--no-console")
-    url = up.wait_for(r"in other shells: export CELERY_BROKER_URL=(\S+)")
-    up.env["CELERY_BROKER_URL"] = url
-    up.wait_for_status(up.schedule(1, text="noted"), "DONE")
+    up.wait_for(r"for your own programs: export CELERY_BROKER_URL=delaytasks-files:")
+    task = up.schedule(1, text="noted")  # through the same files
+    up.wait_for_status(task, "DONE")
+    assert up.run("show", task)["late_start"] is None
     assert up.stop() == 0
     assert up.notes() == ["noted"]
 
