@@ -18,7 +18,7 @@ _MODULES = {
     "recurring_commands": "import recurring",
     "servers": "access serve",
     "status": "check db status",
-    "tasks": "cancel list rerun reschedule show",
+    "tasks": "list show",
     "up": "run up",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
@@ -36,6 +36,10 @@ class AllCommands(RootGroup):
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in _MODULE_OF and name in self.list_commands(ctx):
+            if OPERATIONS[name].bulk is not None:
+                from delaytasks.cli.tasks import move_command
+
+                return move_command(name)
             from delaytasks.cli.options import command_of
 
             return command_of(name)

@@ -146,7 +146,9 @@ def list_(
     made: Made = {
         "id": lambda task: str(task.id),
         "status": lambda task: coloured(task.status.name),
-        "when": lambda task: show_from_now(task.due, now),
+        "when": lambda task: (
+            None if task.status is Status.CANCELLED else show_from_now(task.due, now)
+        ),
         "error": lambda task: (reason(task.error), BAD),
     }
     columns = "id,status,tag,key,when,due,queue,attempts=runs,error"
@@ -268,10 +270,10 @@ def _field(task: DelayedTask, name: str, value: Any, now: datetime) -> str | Non
     if value is not None and name.endswith(("_time", "_until")):
         instant = task.due if name == "due_time" else getattr(task, name)
         return f"{value} ({show_from_now(instant, now)})"
-    return value and str(value)
+    return ", ".join(value) if name == "late_start" and value else value and str(value)
 
 
-# -- `cancel`, `reschedule` and `rerun`: each task that is named, or many -------------------------
+# -- Operations that move each task that is named, or many -----------------------------------------
 
 
 _FLAGS = {"everything": "All tasks.", "dry_run": "Only count the tasks.", "yes": "Do not ask."}
@@ -302,14 +304,10 @@ def _move(
     _move_many(cli, operation, given, {**filters, "everything": everything}, dry_run, yes)
 
 
-def _move_command(name: str) -> Command:
+@functools.cache
+def move_command(name: str) -> Command:
     flags = [click.Option([flag_of(n)], is_flag=True, help=help) for n, help in _FLAGS.items()]
     return command_of(name, _move, (*_filter_options, *flags))
-
-
-cancel = _move_command("cancel")
-reschedule = _move_command("reschedule")
-rerun = _move_command("rerun")
 
 
 def _move_each(
