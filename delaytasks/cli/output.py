@@ -213,6 +213,8 @@ def plain(value: Any) -> Any:
         return show_instant(value)
     if isinstance(value, float):
         return round(value, 4)
+    if isinstance(value, frozenset):  # the tags of a worker
+        return sorted(value)
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):
