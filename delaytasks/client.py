@@ -861,8 +861,6 @@ class DelayTasks:
             these for each exception type. By default a task that fails is FAILED.
         max_late : float, str or timedelta, optional
             A task that a worker gets to later than this after its due time is CANCELLED.
-        on_time : float, str or timedelta, optional
-            A task that begins later than this after its due time counts as late in the statistics.
         keep_result : bool, optional
             Store what the function returns, as JSON.
         batch : int, optional

@@ -65,8 +65,6 @@ class CommonOptions(TypedDict, total=False):
     retries: RetryRule
     #: A task that would start later than this after its due time is CANCELLED instead.
     max_late: Delay | None
-    #: A task that starts later than this after its due time is counted as late.
-    on_time: Delay | None
     #: Whether to store what the processor returns, as JSON.
     keep_result: bool
     #: The number of concurrent calls in each process; the default is 100 for `async def` functions
@@ -103,7 +101,6 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "batch": partial(check_integer, argument="batch", least=1, most=MAX_BATCH),
     "in_flight": partial(check_integer, argument="in_flight", least=1, most=MAX_SLOTS),
     "max_late": partial(check_wait, argument="max_late"),
-    "on_time": partial(check_wait, argument="on_time"),
     "soft_time_limit": partial(check_wait, argument="soft_time_limit", may_be_zero=False),
     "time_limit": partial(check_wait, argument="time_limit", may_be_zero=False),
 }
@@ -117,7 +114,6 @@ class ProcessorSpec:
     queue: str | None = None
     retries: RetriesByError = field(default_factory=dict)
     max_late_s: float | None = None
-    on_time_s: float | None = None
     keep_result: bool = False
     schema: Callable[..., Any] | None = None
     #: The newest version of the bodies that the function takes; None if they have no versions.

@@ -51,11 +51,6 @@ def do_nothing(body: dict[str, Any]) -> None:
     """The cheapest processor."""
 
 
-@processor("test.prompt", on_time="1h")
-def begin_on_time(body: dict[str, Any]) -> None:
-    """Is on time on any machine."""
-
-
 @processor("test.mail", queue="mail")
 def note_mail(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, "mail", os.getpid())

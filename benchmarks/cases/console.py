@@ -93,7 +93,7 @@ def _fill_statistics(side: Side) -> None:
     store, now = runtime_of(side.delays).store, runtime_of(side.delays).clock.certain_now()
     counts = RunCounts()
     for number in range(50):
-        counts.add_run(0.002 * number, 0.1, None)
+        counts.add_run(0.002 * number, 0.1)
         counts["done"] += 1
     minute, text = now.replace(second=0, microsecond=0), dump_json(counts)
     side.rows.execute(store.schema.statistics.delete())

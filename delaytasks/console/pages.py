@@ -43,13 +43,7 @@ from delaytasks.operate.health import verdict_of
 from delaytasks.operate.operations import NO_LIMIT
 from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.operate.state import snapshot
-from delaytasks.operate.statistics import (
-    OTHER_TAGS,
-    RunTotals,
-    SeriesPoint,
-    count_rows,
-    gather_on_time,
-)
+from delaytasks.operate.statistics import OTHER_TAGS, RunTotals, SeriesPoint, count_rows
 from delaytasks.operate.task_calls import find_tasks
 from delaytasks.operate.why import why
 from delaytasks.recurring.definition import RecurringSchedule
@@ -57,18 +51,15 @@ from delaytasks.recurring.definition import RecurringSchedule
 # -- the overview ---------------------------------------------------------------------------------
 
 
-#: Seconds for which all viewers see the same counts of queues, and the same shares on time.
-QUEUES_S, SHARES_S = 5.0, 60.0
-#: The share of tasks that should be on time.
-ON_TIME_TARGET = 0.99
+#: Seconds for which all viewers see the same counts of queues.
+QUEUES_S = 5.0
 
 
 @route("/", "overview.html")
 def overview() -> dict[str, Any]:
-    found, cache, zone = state().snapshot(), state().cache, viewer_zone()
-    due = cache.get("due", SNAPSHOT_S, lambda: count_due(runtime().store, found.now))
+    found, zone = state().snapshot(), viewer_zone()
+    due = state().cache.get("due", SNAPSHOT_S, lambda: count_due(runtime().store, found.now))
     starts = [found.now.astimezone(zone) + n * BAR for n in range(BARS)]
-    statistics, registry = state().delays.statistics, runtime().registry
     return {
         "s": found,
         "now": found.now,
@@ -79,8 +70,6 @@ def overview() -> dict[str, Any]:
         "is_due_cut": sum(due) >= MOST_DUE,
         "due_chart": stacked_bars(starts, BAR, [Series("due", "due", due)]),
         "runs": shown_runs(),
-        "on_time": cache.get("on_time", SHARES_S, lambda: gather_on_time(statistics, registry)),
-        "on_time_target": ON_TIME_TARGET,
     }
 
 

@@ -96,7 +96,6 @@ def install_filters(app: Flask) -> None:
         offset=show_offset,
         measured=show_measured,
         number=lambda value: f"{value:,}",
-        percent=lambda share: "–" if share is None else f"{100 * share:.2f}%",
         # What people call the statuses. The words are also the names of CSS classes.
         status_word=lambda name: "waiting" if name == "NOT_COMPLETE" else name.lower(),
     )

@@ -125,10 +125,6 @@ def run_metrics(totals: Mapping[str, RunCounts]) -> Iterator[Metric]:
         for outcome, number in counts.by_outcome().items()
     }
     yield counter("runs", "Runs by outcome.", outcomes, "tag", "outcome")
-    promised = [(tag, counts) for tag, counts in runs if counts["on_time"] or counts["late"]]
-    for name, how in (("on_time", "in time"), ("late", "too late")):
-        about = f"Runs of tags with `on_time` that began {how}."
-        yield counter(f"runs_{name}", about, {tag: c[name] for tag, c in promised}, "tag")
     starts = {
         (tag, *late_start(late_by)): number
         for tag, counts in runs

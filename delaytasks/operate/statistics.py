@@ -42,7 +42,6 @@ from delaytasks.run.observers import OTHER_TAGS as OTHER_TAGS
 
 if TYPE_CHECKING:
     from delaytasks.db.store import Store
-    from delaytasks.registry import Registry
     from delaytasks.runtime import Runtime
 
 
@@ -304,9 +303,6 @@ class RunTotals(RunCounts):
         Runs whose result was refused, since another worker had taken over the task.
     worker_lost
         Tasks that failed because their workers died too often.
-    on_time, late
-        For tags with `on_time`: the runs that began in time, and those that did not, together with
-        the expired tasks.
     lateness_s, duration_s
         The sums of all latenesses and durations.
     lateness_max_s, duration_max_s
@@ -325,8 +321,6 @@ class RunTotals(RunCounts):
     given_back: int
     lease_lost: int
     worker_lost: int
-    on_time: int
-    late: int
     lateness_s: float
     duration_s: float
     lateness_max_s: float
@@ -352,12 +346,6 @@ class RunTotals(RunCounts):
     def duration_quantile(self, share: float) -> float | None:
         """Estimate the duration that `share` of the runs do not exceed; None without runs."""
         return quantile(self.duration, DURATION_BOUNDS_S, share, self.duration_max_s)
-
-    @property
-    def on_time_share(self) -> float | None:
-        """The share of tasks on time, from exact counts; None if none of them has `on_time`."""
-        total = self.on_time + self.late
-        return self.on_time / total if total else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -584,26 +572,6 @@ def _checked_tags(tags: Sequence[str] | None) -> Sequence[str] | None:
 LATE_RANGE = timedelta(minutes=15)
 #: The most groups, those that failed last.
 MOST_READ_GROUPS = 100
-
-
-def gather_on_time(
-    statistics: Statistics, registry: Registry
-) -> list[tuple[str, float | None, RunTotals, RunTotals]]:
-    """Return the tags with `on_time` that have runs of the last day.
-
-    The tags are those with `on_time` in this process, and those with counts in the last hour: most
-    processes of an operator have no processors. Each comes with the lateness that its processor
-    promises not to exceed, if this process knows it, and what ended in the last hour and day.
-    """
-    promises = {each.tag: each.on_time_s for each in registry if each.on_time_s is not None}
-    hour = statistics.totals(since="1h")
-    tags = {tag for tag, total in hour.items() if total.on_time_share is not None} | {*promises}
-    day = statistics.totals(since="1d", tags=sorted(tags))
-    return [
-        (tag, promises.get(tag), hour.get(tag, RunTotals()), total)
-        for tag, total in day.items()
-        if total.on_time_share is not None
-    ]
 
 
 def recent_runs(

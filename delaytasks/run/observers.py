@@ -22,7 +22,6 @@ from delaytasks.model.task import DelayedTask, Settlement
 
 if TYPE_CHECKING:
     from delaytasks.events import Events
-    from delaytasks.registry import Registry
 
 
 class Observer:
@@ -111,8 +110,6 @@ class RunCounts(dict[str, Any]):
 
     Not safe for several threads without a lock. Besides `OUTCOME_NAMES`, the names are:
 
-        on_time, late                   for tags with `on_time`: the runs that began in time, and
-                                        those that did not, with the tasks that expired
         lateness_s, duration_s          the sums of all times of the two histograms
         lateness_max_s, duration_max_s  the largest of these times
         lateness_0, duration_0, …       the number of runs in each bucket of the histograms
@@ -150,8 +147,7 @@ class RunCounts(dict[str, Any]):
     def add_late_start(self, late_by: int) -> None:
         self[f"{_LATE_START}{late_by}"] += 1
 
-    def add_run(self, lateness_s: float, duration_s: float, on_time_s: float | None) -> None:
-        """Add one run. `on_time_s` is the lateness that its processor promises not to exceed."""
+    def add_run(self, lateness_s: float, duration_s: float) -> None:
         # A claim may precede the due time by the clock tolerance.
         if lateness_s < 0.0:
             lateness_s = 0.0
@@ -163,8 +159,6 @@ class RunCounts(dict[str, Any]):
             self["duration_max_s"] = duration_s
         self[_LATENESS[bisect_left(LATENESS_BOUNDS_S, lateness_s)]] += 1
         self[_DURATION[bisect_left(DURATION_BOUNDS_S, duration_s)]] += 1
-        if on_time_s is not None:
-            self["on_time" if lateness_s <= on_time_s else "late"] += 1
 
     def add(self, other: Mapping[str, Any]) -> None:
         for name, value in other.items():
@@ -284,8 +278,7 @@ class RunCounter(Observer):
     the lock is taken once for the settlements of a chunk.
     """
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self) -> None:
         fork_safe(self)
 
     def after_fork(self) -> None:
@@ -320,12 +313,11 @@ class RunCounter(Observer):
 
     def _add_runs(self) -> None:
         """Add the runs of the queue to the counts of their tags."""
-        runs, last, counts, on_time_s = self._runs, "", None, None
+        runs = self._runs
         for _ in range(len(runs)):
             tag, lateness, duration_s, late_by = runs.popleft()
-            if counts is None or tag != last:  # most neighbours have the same tag
-                last, counts, on_time_s = tag, self._counted[tag, ""], self._on_time_s(tag)
-            counts.add_run(lateness.total_seconds(), duration_s, on_time_s)
+            counts = self._counted[tag, ""]
+            counts.add_run(lateness.total_seconds(), duration_s)
             if late_by is not None:
                 counts.add_late_start(late_by)
 
@@ -340,9 +332,3 @@ class RunCounter(Observer):
         counts[OUTCOMES[move]] += 1
         if move in _FAILURES:
             add_failure(self._counted, task.tag, task.id, settlement.error or "")
-        elif move == "expire" and self._on_time_s(task.tag) is not None:
-            counts["late"] += 1
-
-    def _on_time_s(self, tag: str) -> float | None:
-        processor = self._registry.get(tag)
-        return None if processor is None else processor.on_time_s

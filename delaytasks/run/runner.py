@@ -123,7 +123,7 @@ class Runner:
         self._settings, self._clock, self._events = runtime.settings, runtime.clock, runtime.events
         self._host, self._claims, self._admission = host, host.claims, host.admission
         self._policies = runtime.policy_cache
-        self._counter = RunCounter(host.registry) if self._settings.statistics else None
+        self._counter = RunCounter() if self._settings.statistics else None
         self._observers = list[Observer]()
         if self._counter is not None:
             self._observers.append(self._counter)

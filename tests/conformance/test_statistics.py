@@ -65,7 +65,6 @@ def test_each_outcome_is_counted(main: MainProcess) -> None:
     }
     started = {tag: one.started for tag, one in found.items()}
     assert started == {"end": 7, "retried": 1, "note": 1, "unknown": 0}
-    assert (found["note"].on_time, found["note"].late) == (0, 0), "the tag has no promise"
     assert all(sum(one.duration) == one.started for one in found.values())
 
 
@@ -84,20 +83,18 @@ def test_each_run_is_reported_and_written_once(main: MainProcess) -> None:
     assert world.run().statistics == {}
 
 
-def test_the_lateness_is_that_of_the_due_time_and_decides_about_on_time(main: MainProcess) -> None:
+def test_the_lateness_is_that_of_the_due_time(main: MainProcess) -> None:
     world = main.world
-    world.delays.processor("prompt", on_time="5s")(lambda body: None)
-    world.delays.processor("brief", on_time="1s", max_late="2s")(lambda body: None)
-    late, prompt, expired = [world.schedule(tag) for tag in ("prompt", "prompt", "brief")]
+    world.delays.processor("brief", max_late="2s")(lambda body: None)
+    late, prompt, expired = [world.schedule(tag) for tag in ("note", "note", "brief")]
     for task, name in ((late, "due_time"), (expired, "expected_time")):  # one was deferred
         world.change(task, **{name: task.expected_time - timedelta(seconds=100)})
     main.write_counts(world.run(late, prompt, expired))
     found = totals(world)
-    assert (found["prompt"].on_time, found["prompt"].late) == (1, 1)
-    assert 100 <= found["prompt"].lateness_max_s <= found["prompt"].lateness_s < 200
-    assert 60 < found["prompt"].lateness_quantile(0.9) < 200
+    assert 100 <= found["note"].lateness_max_s <= found["note"].lateness_s < 200
+    assert 60 < found["note"].lateness_quantile(0.9) < 200
     assert outcomes(world, "brief") == {"expired": 1}
-    assert (found["brief"].on_time, found["brief"].late, found["brief"].started) == (0, 1, 0)
+    assert (found["note"].started, found["brief"].started) == (2, 0)
 
 
 def test_a_lost_lease_and_a_task_that_its_workers_lost_are_counted(main: MainProcess) -> None:
@@ -179,7 +176,7 @@ def test_the_pattern_of_a_real_failure_finds_its_task(main: MainProcess) -> None
     assert world.read(other).status is Status.NOT_COMPLETE
 
 
-# `delays.statistics` on each database: series, totals, on-time shares and failures
+# `delays.statistics` on each database: series, totals and failures
 
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
@@ -193,8 +190,7 @@ def write(world: World) -> Write:
     """Write one run for each lateness."""
 
     def one(at: datetime, tag: str, *latenesses_s: float) -> None:
-        on_time_s = 5.0 if tag == "prompt" else None
-        Counts(world).add_runs(at, tag, *latenesses_s, on_time_s=on_time_s).write()
+        Counts(world).add_runs(at, tag, *latenesses_s).write()
 
     return one
 
@@ -235,19 +231,15 @@ def test_a_duration_is_a_range_before_now(world: World, write: Write) -> None:
 # The tables of statistics: adding counts, and purging them
 
 
-def test_counts_are_added_and_shares_exact_despite_the_histogram(
-    delays: DelayTasks, write: Write
-) -> None:
-    write(NOON, "prompt", *[4.999] * 997, 101.0)
+def test_counts_are_added(delays: DelayTasks, write: Write) -> None:
+    write(NOON, "a", *[4.999] * 997, 101.0)
     write(NOON, "b", 0.1)
-    write(NOON, "prompt", 5.001, 5.002)
+    write(NOON, "a", 5.001, 5.002)
     found = delays.statistics.totals(since=NOON, until=NOON + MINUTE)
-    assert {tag: one.started for tag, one in found.items()} == {"prompt": 1000, "b": 1}
-    prompt = found["prompt"]
-    assert (prompt.done, prompt.on_time, prompt.late) == (1000, 997, 3)
-    assert (prompt.on_time_share, found["b"].on_time_share) == (0.997, None)
-    assert (prompt.lateness_max_s, prompt.duration_max_s) == (101.0, 0.2)
-    assert prompt.lateness_s == pytest.approx(5095.006, abs=0.01)
+    assert {tag: one.started for tag, one in found.items()} == {"a": 1000, "b": 1}
+    total = found["a"]
+    assert (total.done, total.lateness_max_s, total.duration_max_s) == (1000, 101.0, 0.2)
+    assert total.lateness_s == pytest.approx(5095.006, abs=0.01)
 
 
 def test_workers_that_write_simultaneously_lose_nothing(world: World) -> None:

@@ -32,8 +32,6 @@ from tests.world.recording import runner_of, set_columns
 #: Text that other users may write into tags, keys, bodies and errors.
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">'\"{{7*7}}"
 SECRET = "card 4111-secret"
-#: What `order.close` promises.
-ON_TIME_S = 0.5
 
 
 def make_delays(url: str, is_new: bool = True, **settings: Any) -> DelayTasks:
@@ -50,7 +48,7 @@ def make_delays(url: str, is_new: bool = True, **settings: Any) -> DelayTasks:
     def build(body: Any) -> None:
         raise ValueError(f"no template for order {body['order']}")
 
-    @delays.processor("order.close", keep_result=True, on_time=ON_TIME_S)
+    @delays.processor("order.close", keep_result=True)
     def close(body: Any) -> Any:
         return {"closed": body["order"]}
 
@@ -152,7 +150,7 @@ def write_statistics(delays: DelayTasks) -> None:
         counts["retried"] += retried
         for number in range(runs):
             slow = 0.9 if number % 60 == 0 and ago < 20 else 0.0
-            counts.add_run(0.004 + number % 7 * 0.001 + slow, 0.02, ON_TIME_S)
+            counts.add_run(0.004 + number % 7 * 0.001 + slow, 0.02)
         write_counts(delays, "order.close", timedelta(minutes=ago), counts)
 
 
@@ -160,7 +158,7 @@ def write_runs(delays: DelayTasks, tag: str, ago: timedelta, runs: int, failed: 
     """Write what a worker would have counted in one minute of the past."""
     counts = RunCounts()
     for _ in range(runs):
-        counts.add_run(0.02, 0.3, None)
+        counts.add_run(0.02, 0.3)
     counts["done"] += runs - failed
     counts["failed"] += failed
     write_counts(delays, tag, ago, counts)
@@ -215,13 +213,6 @@ class Site:
         for _, thread in self._begun.values():
             thread.join(10)
         self.delays.close()
-
-
-def write_on_time(delays: DelayTasks, tag: str, ago: timedelta, on_time: int, late: int) -> None:
-    """Write how many tasks began on time in one minute of the past."""
-    counts = RunCounts()
-    counts["on_time"], counts["late"] = on_time, late
-    write_counts(delays, tag, ago, counts)
 
 
 def write_counts(delays: DelayTasks, tag: str, ago: timedelta, counts: RunCounts) -> None:

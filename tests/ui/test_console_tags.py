@@ -49,8 +49,6 @@ def test_the_page_of_tags_has_a_row_for_each_tag_sorted_by_runs(empty: Site) -> 
     first, second = rows(text)
     assert (first["Tag"], first["Runs"], first["Failed runs"]) == ("order.close", "50", "0")
     assert (second["Tag"], second["Runs"], second["Failed runs"]) == ("mail.send", "42", "3")
-    assert second["On time"] == "–"
-    assert "On time is known of tags whose processors have <code>on_time</code>" in text
     assert re.fullmatch(r"\d+ms", second["Lateness p50"])
     assert second["Duration p99"] == "300ms"
     spark = re.findall(r'<svg class="spark".*?</svg>', text, re.DOTALL)[1]
@@ -73,8 +71,6 @@ def test_the_page_of_a_tag_has_its_charts_policy_and_failures(site: Site) -> Non
     text = site.client().get("/tag?name=order.close").text
     [row] = rows(site.client().get("/tags").text)
     assert row["Tag"] == "order.close"
-    assert re.fullmatch(r"9\d\.\d\d%", row["On time"])
-    assert f"<dd>{row['On time']} " in text
     titles = chart_titles(text, charts=3)
     assert re.search(r"UTC: done \d+, retried \d+, failed \d+", titles)
     assert re.search(r"99 of 100 began earlier \d{3}ms", titles)
@@ -160,7 +156,7 @@ def test_a_day_of_many_tags_reads_the_busiest(empty: Site, monkeypatch: pytest.M
     assert len(rows(client.get("/tags?period=hour").text)) == 9
 
 
-@pytest.mark.parametrize("path", ["/", "/tasks?tag=order.close", "/failures/…"])
+@pytest.mark.parametrize("path", ["/tasks?tag=order.close", "/failures/…"])
 def test_tags_of_other_pages_lead_to_the_page_of_the_tag(site: Site, path: str) -> None:
     client = site.client()
     if path == "/failures/…":

@@ -30,8 +30,6 @@ HEALTHY = {
     'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="retried"}': "0+40x120",
     'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="lease_lost"}': "0x120",
     'delaytasks_runs_total{instance="w1",tag="rare",outcome="failed"}': "0x50 1x69",
-    'delaytasks_runs_on_time_total{instance="w1",tag="mail.send"}': "0+1000x120",
-    'delaytasks_runs_late_total{instance="w1",tag="mail.send"}': "0+5x120",
     'delaytasks_worker_broker_down_seconds{worker="w1"}': "0x20 45 0x99",
     'delaytasks_worker_timer_down_seconds{worker="w1"}': "0x20 45 0x99",
     "delaytasks_beat_age_seconds": "4x20 45 4x99",
@@ -53,9 +51,6 @@ PROBLEMS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "Failing": ({f'{RUNS}failed"}}': "0+20x120"}, {"tag": "mail.send"}),
     "Retrying": ({f'{RUNS}retried"}}': "0+110x120"}, {"tag": "mail.send"}),
     "LeasesLost": ({f'{RUNS}lease_lost"}}': "0x60 2x60"}, {"tag": "mail.send"}),
-    "OnTimeBudgetBurns": (
-        {'runs_late_total{instance="w1",tag="mail.send"}': "0+200x120"}, {"tag": "mail.send"}
-    ),
     "WorkerWithoutBroker": (
         {'worker_broker_down_seconds{worker="w1"}': "61+60x120"}, {"worker": "w1"}
     ),

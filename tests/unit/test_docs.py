@@ -108,7 +108,8 @@ def test_each_metric_and_each_alert_is_explained() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_settings_files_and_tests_that_a_page_names_exist(name: str) -> None:
-    known = {row[0] for row in SETTINGS} | metric_names()
+    series = {f"{name}_{part}" for name in metric_names() for part in ("bucket", "count")}
+    known = {row[0] for row in SETTINGS} | metric_names() | series
     text = (ROOT / name).read_text()
     for found in re.findall(r"\b(?:delaytasks|DELAYTASKS)_[A-Za-z0-9_]+\b", text):
         assert found.startswith(_OTHER_VARIABLES) or found.lower() in known, found

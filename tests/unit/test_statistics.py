@@ -34,7 +34,7 @@ def test_bounds_increase_and_a_value_that_equals_one_belongs_to_its_bucket() -> 
         assert list(bounds) == sorted(set(bounds))
     counts = RunCounts()
     for lateness_s in (0.0, 0.005, 0.0051, 1e9):
-        counts.add_run(lateness_s, 0.0, None)
+        counts.add_run(lateness_s, 0.0)
     assert (counts.lateness[:2], counts.lateness[-1]) == ([2, 1], 1)
 
 
@@ -48,16 +48,16 @@ def test_a_quantile_is_between_the_bounds_of_its_bucket() -> None:
     assert quantile([0, 0, 1, 0], bounds, 0.99, highest=101) == pytest.approx(100.59)
     assert quantile([0, 0, 0, 4], bounds, 1.0, highest=400) == 400, "above the last"
     run = RunCounts()
-    run.add_run(101.0, 0.02, None)
+    run.add_run(101.0, 0.02)
     totals = RunTotals(run)
     assert 60 < (totals.lateness_quantile(0.5) or 0) < (totals.lateness_quantile(1.0) or 0) == 101
     assert totals.duration_quantile(1.0) == 0.02
 
 
-def test_an_early_start_is_on_time() -> None:
+def test_an_early_start_has_no_lateness() -> None:
     counts = RunCounts()
-    counts.add_run(-0.04, 0.1, on_time_s=0.0)
-    assert (counts["on_time"], counts.lateness[0], counts["lateness_s"]) == (1, 1, 0.0)
+    counts.add_run(-0.04, 0.1)
+    assert (counts.lateness[0], counts["lateness_s"]) == (1, 0.0)
 
 
 # -- the counts of a worker's main process --------------------------------------------------------
@@ -65,7 +65,7 @@ def test_an_early_start_is_on_time() -> None:
 
 def test_tags_beyond_the_limit_are_counted_together(make_world: MakeWorld) -> None:
     counts, run = StatisticsWriter(make_world(_statistics_tags=2).runtime), RunCounts()
-    run.add_run(0.1, 0.2, None)
+    run.add_run(0.1, 0.2)
     for tags in ("abcd", "ad"):
         counts.add({(tag, ""): run for tag in tags})
         counts.write()

@@ -17,18 +17,13 @@ class Counts:
         self._unwritten: dict[datetime, Counted] = {}
 
     def add_runs(
-        self,
-        at: datetime,
-        tag: str,
-        *latenesses_s: float,
-        duration_s: float = 0.2,
-        on_time_s: float | None = None,
+        self, at: datetime, tag: str, *latenesses_s: float, duration_s: float = 0.2
     ) -> Counts:
         """Add a run that succeeded for each lateness."""
         counts = RunCounts()
         counts["done"] += len(latenesses_s)
         for lateness_s in latenesses_s:
-            counts.add_run(lateness_s, duration_s, on_time_s)
+            counts.add_run(lateness_s, duration_s)
         return self._add(at, (tag, ""), counts)
 
     def add_failures(

@@ -130,7 +130,7 @@ def test_every_expression_of_the_dashboard_has_a_result(
         wait_until(lambda: prometheus.has(expression, value), 60, expression, 0.3)
 
     tasks = [d.schedule("test.quiet") for _ in range(30)]
-    d.wait_for([*tasks, d.schedule("test.prompt")])
+    d.wait_for(tasks)
     for _ in range(7):
         d.schedule("test.fail")
     # The numbers of both workers are exact, with processes and with threads.
@@ -145,9 +145,8 @@ def test_every_expression_of_the_dashboard_has_a_result(
     wait_for('delaytasks_overdue_tasks_by_tag{queue="nobody"}', 1)
     for name, value in (("workers", 2), ("broker_up", 1)):
         assert prometheus.has(f"delaytasks_{name}", value)
-    for name, value in (("pool_processes", 4), ("runs_on_time_total", 1)):
-        assert prometheus.has(f"sum(delaytasks_{name})", value)
-    wait_for('sum(delaytasks_scheduled_total{job="producer"})', 38 + len(followers))
+    assert prometheus.has("sum(delaytasks_pool_processes)", 4)
+    wait_for('sum(delaytasks_scheduled_total{job="producer"})', 37 + len(followers))
 
     panels = json.loads(read_file("dashboard"))["panels"]
     targets = [(panel["title"], it) for panel in panels for it in panel.get("targets", ())]
