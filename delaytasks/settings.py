@@ -140,13 +140,12 @@ def _sweep(value: Any) -> Sweep:
     return Sweep(_DURATION(interval), *map(_whole(1), partitions))
 
 
-def _metrics(value: Any) -> Address | str:
+def _metrics(value: Any) -> Address | None:
     text = "" if _is_none(value) else str(value)
     address = Address.read(text)
-    is_right = address.port > 0 if address else not text or "/" in text
-    if not is_right:
+    if text and (address is None or not address.port):
         raise ValueError
-    return address or text
+    return address
 
 
 def _badge(value: Any) -> Badge:
@@ -294,15 +293,11 @@ class Settings:
         _BOOL,
         "workers count what they run, and write the counts to the database once a minute",
     )
-    metrics: Address | str = _setting(
+    metrics: Address | None = _setting(
         "",
-        _by(
-            "is a port, as 9819, an address, as 0.0.0.0:9819 or [::]:9819, or the path of a file",
-            _metrics,
-        ),
+        _by("is a port, as 9819, or an address, as 0.0.0.0:9819 or [::]:9819", _metrics),
         "where a worker shows its metrics to Prometheus: at a port (9819, only for this host) or "
-        "an address (0.0.0.0:9819), or in a file, in whose path %h, %n and %d stand for the "
-        "worker's name, as in Celery; empty: nowhere",
+        "an address (0.0.0.0:9819); empty: nowhere",
     )
 
     environment: Badge = _setting(

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from operator import itemgetter
 from typing import Any, cast
@@ -41,7 +42,8 @@ from delaytasks.model.inputs import show_duration
 from delaytasks.model.text import count, mask_url, one_line
 from delaytasks.operate.health import HealthChecks, verdict_of
 from delaytasks.operate.operations import DURATION
-from delaytasks.operate.state import DeploymentState, ask_broker, snapshot
+from delaytasks.operate.state import DeploymentState, ask_broker, live_groups
+from delaytasks.operate.statistics import RunTotals
 from delaytasks.operate.texts import show_instant, show_offset
 from delaytasks.runtime import runtime_of
 
@@ -206,7 +208,6 @@ _EXIT_CODES = "Exit codes: 0 answered, or healthy; 1 no answer, or not healthy; 
 )
 @click.option("--live", is_flag=True, help="--probe: fail only if a restart would help.")
 @click.option("--name", help="--probe: the worker of this name. [all of this host]")
-@click.option("--max-overdue", type=click.IntRange(0), help="--probe: most overdue tasks. [any]")
 @click.option(
     "--ahead", type=Typed(DURATION), help="Show what becomes due within this time, as 7d."
 )
@@ -218,13 +219,14 @@ def status(
 
     \b
     delaytasks status --watch
-    delaytasks status --probe --max-overdue 1000
+    delaytasks status --probe
     delaytasks status --probe worker --live
     delaytasks status --ahead 7d
 
-    Each queue and tag has the number of its tasks that run, that are overdue, that are due within a
-    minute (soon), and that were due within the last minute and have ended, with their lateness
-    (p50, p99). In a table of more than a million tasks, the large counts of statuses are estimates.
+    Each queue and tag has the number of its tasks that run and that are overdue (of the 20 largest
+    groups), and each tag its runs of the last 15 minutes, of which the last one may be missing,
+    with their lateness (p50, p99). In a table of more than a million tasks, the large counts of
+    statuses are estimates.
 
     With --probe, the deployment is healthy if database and broker answer, the tables have this
     version, a worker lives, a sweep was recent, and each queue with late tasks has a worker. A
@@ -239,7 +241,7 @@ def status(
     asked = {"--watch": watch, "--probe": probe, "--ahead": ahead}
     if sum(map(bool, asked.values())) > 1:
         raise click.UsageError("--watch, --probe and --ahead exclude each other")
-    check_belongs({"--probe": "live name max_overdue"}, asked, limits)
+    check_belongs({"--probe": "live name"}, asked, limits)
     if probe is not None:
         _probe(cli, probe, **limits)
     elif ahead is not None:
@@ -283,18 +285,14 @@ def gather(cli: Cli) -> dict[str, Any]:
     """Return the document that `status --json` prints, and of which the text is made."""
     delays, runtime = cli.delays, cli.runtime
     state = read_deployment(delays)
-    live, settings = snapshot(state), delays.settings
-    live_total = live.total.as_json()
-    del live_total["name"]
+    live, settings = live_groups(state), delays.settings
     document = {
         "now": state.now,
         "verdict": verdict_of(state).as_json(),
         "counts": state.rows,
         "live": {
-            **live_total,
-            "queues": [group.as_json() for group in live.queues],
-            "tags": [group.as_json() for group in live.tags],
-            "is_capped": live.is_capped,
+            "queues": [asdict(group) for group in live["queue"]],
+            "tags": [{**asdict(group), **_runs(state, group.name)} for group in live["tag"]],
         },
         "late": [
             {**each._asdict(), "reason": each.reason.code, "why": cli.rewrite(each.reason.text)}
@@ -326,6 +324,13 @@ def gather(cli: Cli) -> dict[str, Any]:
     return cast(dict[str, Any], plain(document))
 
 
+def _runs(state: DeploymentState, tag: str) -> dict[str, Any]:
+    """Return the runs of a tag in the last minutes."""
+    total = state.runs.get(tag, RunTotals())
+    shares = {f"lateness_p{share}_s": total.lateness_quantile(share / 100) for share in (50, 99)}
+    return {"runs": total.started, "failed": total.failed, **shares}
+
+
 def _is_timer_up(cli: Cli, state: DeploymentState) -> bool:
     timer = cli.runtime.redis_timer
     if timer is None:
@@ -344,13 +349,11 @@ def _text(cli: Cli, found: dict[str, Any]) -> str:
         (f"- {cell(each['text'], 1000)}", _LEVELS[each["level"]]) for each in verdict["problems"]
     ]
     sweeps = "sweep=partition,age=age_s,late=is_late,armed until=armed_until"
-    minima = "there are more tasks than these counts: they are minima"
     sections: list[list[Part]] = [
         [Table("status,tasks", counts)],
         [(verdict["headline"], _LEVELS[verdict["level"]]), *problems],
-        _groups("queue", live["queues"]),
-        _groups("tag", live["tags"]),
-        [(minima, NOTED)] if live["is_capped"] else [],
+        _groups("queue", "", live["queues"]),
+        _groups("tag", "runs,failed,p50=lateness_p50_s,p99=lateness_p99_s,", live["tags"]),
         [fields([*_services(cli, found)])],
         [Table.of(sweeps, found["sweeps"])],
         [_workers(cli, found)],
@@ -358,13 +361,10 @@ def _text(cli: Cli, found: dict[str, Any]) -> str:
     return "\n\n".join(filter(None, map(text_of, sections)))
 
 
-def _groups(kind: str, groups: list[dict[str, Any]]) -> list[Part]:
-    """Return a table of the present tasks of the queues or the tags."""
-    columns = (
-        f"{kind}=name,paused=is_paused,running,overdue,by=oldest_overdue_s,soon,held,ended,failed,"
-        "p50=lateness_p50_s,p99=lateness_p99_s,workers"
-    )
-    extra = "p50,held,workers,failed,soon,by,p99"
+def _groups(kind: str, runs: str, groups: list[dict[str, Any]]) -> list[Part]:
+    """Return a table of the present tasks of the queues or the tags. `runs` are more columns."""
+    columns = f"{kind}=name,paused=is_paused,running,overdue,by=oldest_overdue_s,{runs}workers"
+    extra = "p50,workers,failed,by,p99" if runs else "workers,by"
     more = [f"and {len(groups) - GROUPS_SHOWN:,} more"] if len(groups) > GROUPS_SHOWN else []
     return [Table.of(columns, groups[:GROUPS_SHOWN], folded=kind, extra=extra), *more]
 
@@ -401,14 +401,12 @@ def _workers(cli: Cli, found: dict[str, Any]) -> Part:
 # -- `--probe` and `--ahead` ----------------------------------------------------------------------
 
 
-def _probe(cli: Cli, component: str, live: bool, name: str | None, max_overdue: int | None) -> None:
+def _probe(cli: Cli, component: str, live: bool, name: str | None) -> None:
     if component == "deployment" and live:
         raise click.UsageError("--live requires a component: worker, run or beat")
     if component in ("deployment", "beat") and name is not None:
         raise click.UsageError("--name requires a component: worker or run")
-    if live and max_overdue is not None:
-        raise click.UsageError("--max-overdue cannot be combined with --live")
-    checks = HealthChecks(cli.runtime, component, socket.gethostname(), name, max_overdue)
+    checks = HealthChecks(cli.runtime, component, socket.gethostname(), name)
     found = [
         check._replace(detail=cli.rewrite(check.detail))
         for check in (checks.live() if live else checks.ready())

@@ -42,7 +42,7 @@ from delaytasks.model.task import DelayedTask, Page
 from delaytasks.operate.health import verdict_of
 from delaytasks.operate.operations import NO_LIMIT
 from delaytasks.operate.searches import SearchTimeoutError
-from delaytasks.operate.state import snapshot
+from delaytasks.operate.state import live_groups
 from delaytasks.operate.statistics import OTHER_TAGS, RunTotals, SeriesPoint, count_rows
 from delaytasks.operate.task_calls import find_tasks
 from delaytasks.operate.why import why
@@ -99,8 +99,8 @@ def count_due(store: Store, now: datetime) -> list[int]:
 @route("/queues", "lists.html")
 def queues() -> dict[str, Any]:
     found = state().snapshot()
-    live = state().cache.get("queues", QUEUES_S, lambda: snapshot(found))
-    return {"rows": live.queues, "is_capped": live.is_capped, "s": found}
+    live = state().cache.get("queues", QUEUES_S, lambda: live_groups(found))
+    return {"rows": live["queue"], "s": found}
 
 
 @route("/workers", "lists.html")

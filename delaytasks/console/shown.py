@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from datetime import datetime, tzinfo
 
 from flask import Flask, session
 from markupsafe import Markup
 
-from delaytasks.console.charts import sparkline
 from delaytasks.model.clock import UTC
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import show_duration
@@ -78,14 +76,8 @@ def local_times(value: object) -> str:
     return _INSTANT.sub(local, text)
 
 
-def spark(values: Sequence[int]) -> Markup:
-    """Return a small bar chart of failures by the hour; its numbers are in its label."""
-    label = f"failures in each of the last {len(values)} hours: {', '.join(map(str, values))}"
-    return sparkline(values, label)
-
-
 def install_filters(app: Flask) -> None:
-    shown = (instant, distance, local_times, spark)
+    shown = (instant, distance, local_times)
     app.jinja_env.filters.update({filter.__name__: filter for filter in shown})
     app.jinja_env.globals["zip"] = zip
     app.jinja_env.filters.update(

@@ -27,7 +27,6 @@ from delaytasks.operate.state import (
     FailedNow,
     ask_broker,
     beat_age_s,
-    broker_down_s,
     explained,
     find_overdue,
     server_problem,
@@ -207,9 +206,7 @@ def _services(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
         text = f"The database may lose or delay commits: {NO_STANDBY}."
         yield Problem("warning", text)
     if state.broker_error:
-        down_s = broker_down_s(state.workers)
-        since = "" if down_s is None else since_text(down_s, state.now, zone)
-        text, flaw = broker_down(state.broker_error, since), "the broker does not answer"
+        text, flaw = broker_down(state.broker_error), "the broker does not answer"
         yield Problem("warning", text, "workers", flaw=flaw)
     if state.alive and any(sweep.is_late for sweep in state.sweeps):
         yield Problem("warning", "No sweep has run lately. Do beat and a worker run?")
@@ -314,8 +311,6 @@ class HealthChecks:
         The host of these processes.
     name
         The name of one worker, instead of all of the host.
-    max_overdue
-        More overdue tasks are unhealthy. With None they are not counted.
     timeout_s
         The time that the database has to answer.
     """
@@ -324,7 +319,6 @@ class HealthChecks:
     component: str = "deployment"
     host: str = ""
     name: str | None = None
-    max_overdue: int | None = None
     timeout_s: float = 5.0
 
     @property
@@ -381,11 +375,6 @@ class HealthChecks:
             yield self._queues_check(facts)
         if self.component != "beat":
             yield self._sweep_check(facts)
-        if (most := self.max_overdue) is not None:
-            # More than one beyond the limit need not be counted.
-            tasks = find_overdue(facts.store, facts.settings.grace_s, most + 1).tasks
-            found = f"{tasks:,}" if tasks <= most else f"more than {most:,}"
-            yield HealthCheck("overdue", tasks <= most, f"{found} overdue, at most {most:,}")
 
     def _revision_check(self) -> HealthCheck:
         """Compare the tables with this version, which also works with tables of a newer one.

@@ -1,4 +1,4 @@
-"""What Prometheus gets: the metrics of a worker, over HTTP or in a file, and of a deployment.
+"""What Prometheus gets: the metrics of a worker and of a deployment.
 
 The main process of a worker knows what the processes of its pool have run. An exporter reads the
 tables. `monitoring` has the dashboard and the alert rules that use these metrics. All but these
@@ -7,10 +7,8 @@ files need the extra `prometheus`. See docs/monitor.md.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
 with needs_extra("prometheus", "an endpoint for Prometheus"):
     from prometheus_client import CollectorRegistry, Histogram, make_wsgi_app, start_http_server
-    from prometheus_client.exposition import write_to_textfile
     from prometheus_client.metrics_core import (
         CounterMetricFamily,
         GaugeMetricFamily,
@@ -230,7 +227,7 @@ def queue_workers(found: DeploymentState) -> dict[str, int]:
     return {name: len(found.serving(name)) for name in list(names)[:MAX_QUEUES]}
 
 
-# -- Show them over HTTP or in a file -------------------------------------------------------------
+# -- Show them over HTTP --------------------------------------------------------------------------
 
 
 def registry_of(source: Collector) -> CollectorRegistry:
@@ -266,8 +263,6 @@ def exporter_app(delays: DelayTasks) -> WSGIApp:
     return app
 
 
-#: How often the file is written.
-FILE_S = 10.0
 #: How often a port is tried that is in use: the worker before this one may still have it.
 PORT_S = 10.0
 
@@ -277,27 +272,22 @@ class MetricsEndpoint:
 
     Parameters
     ----------
-    place
-        The address, or the path of the file, in which the worker's name has replaced its
-        placeholders.
+    address
+        The address.
     events
         Gets `metrics.not_served` once if the port is in use, which is then tried again.
     source
         The metrics.
     """
 
-    def __init__(self, place: Address | str, events: Events, source: Collector) -> None:
-        self._place = place
+    def __init__(self, address: Address, events: Events, source: Collector) -> None:
+        self._address = address
         self._events = events
         self._registry = registry_of(source)
         self._server: Any = None
         self._is_reported = False
-        if isinstance(place, Address):
-            loop = Loop("metrics_server", partial(self._serve, place), events)
-        else:
-            loop = Loop("metrics_writer", partial(self._write, place), events)
         #: The loop, which the worker starts.
-        self.loop = loop
+        self.loop = Loop("metrics_server", self._serve, events)
 
     def stop(self) -> None:
         self.loop.stop()
@@ -306,21 +296,16 @@ class MetricsEndpoint:
             server.shutdown()
             server.server_close()
             thread.join()
-        if not isinstance(self._place, Address):
-            self._events.attempt("metrics", "last", partial(self._write, self._place))
 
-    def _serve(self, address: Address) -> float | None:
+    def _serve(self) -> float | None:
         """Serve at the port; return when to try again, or None."""
+        host, port = self._address
         try:
-            self._server = start_http_server(address.port, address.host, self._registry)
+            self._server = start_http_server(port, host, self._registry)
         except OSError as error:  # a worker without metrics is better than no worker
             if not self._is_reported:
-                self._events.emit("metrics.not_served", address=str(address), error=str(error))
+                address = str(self._address)
+                self._events.emit("metrics.not_served", address=address, error=str(error))
             self._is_reported = True
             return PORT_S
         return None
-
-    def _write(self, path: str) -> float:
-        # The file is replaced as a whole, so that no reader sees half of it.
-        write_to_textfile(os.fspath(path), self._registry)
-        return FILE_S

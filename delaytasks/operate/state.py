@@ -8,10 +8,9 @@ each queue and priority.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,17 +21,16 @@ from delaytasks.broker.link import broker_error
 from delaytasks.db.database import Database
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import RegisteredWorker, is_late
-from delaytasks.db.task_rows import distinct_values, has_status, levels_of, queues_after
+from delaytasks.db.task_rows import distinct_values, has_status, levels_of
 from delaytasks.db.types import db_now_plus, for_database, once
-from delaytasks.model.clock import AN_HOUR, hour_of
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.model.moves import FINISHED, Status
+from delaytasks.model.moves import Status, late_start
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import DEFER_MAX_S
 from delaytasks.operate.policy_calls import with_counts
 from delaytasks.operate.searches import changed_at, failed_tasks, tasks_of_ids
-from delaytasks.operate.statistics import FailureGroup, recent_hours, recent_runs
+from delaytasks.operate.statistics import FailureGroup, RunTotals, recent_hours, recent_runs
 from delaytasks.operate.why import Facts, Reason, waits_for
 from delaytasks.run.observers import error_pattern
 
@@ -174,8 +172,8 @@ class Overdue(NamedTuple):
     groups: Sequence[tuple[str, str, int, datetime, int]]
 
 
-def find_overdue(store: Store, late_s: float, most: int = MAX_COUNTED) -> Overdue:
-    """Count up to `most` tasks that are late by more than `late_s`."""
+def find_overdue(store: Store, late_s: float) -> Overdue:
+    """Count up to `MAX_COUNTED` tasks that are late by more than `late_s`."""
     t = store.schema.tasks
     due = func.coalesce(t.c.due_time, t.c.expected_time).label("due")
     rows = select(t.c.queue, t.c.tag, due, t.c.id).order_by(t.c.expected_time)
@@ -190,8 +188,9 @@ def find_overdue(store: Store, late_s: float, most: int = MAX_COUNTED) -> Overdu
         return on.execute(query.order_by(tasks.desc()).limit(MAX_EXPLAINED_GROUPS)).all()
 
     def work(on: Connection) -> list[Sequence[Any]]:
-        # Up to `most` tasks with their next try within the longest deferral are read.
-        parts, left = [largest(on, rows.where(_is_tried_soon(t, late_s)).limit(most))], most
+        # Up to that many tasks with their next try within the longest deferral are read.
+        tried_soon, left = rows.where(_is_tried_soon(t, late_s)), MAX_COUNTED
+        parts = [largest(on, tried_soon.limit(left))]
         # The index has the due times in order within a queue and a priority. Without them, all
         # waiting rows would be read.
         queues = distinct_values(on, t.c.queue, has_status(t, Status.NOT_COMPLETE))
@@ -213,7 +212,7 @@ def find_overdue(store: Store, late_s: float, most: int = MAX_COUNTED) -> Overdu
         tasks, oldest, ids = zip(*found, strict=True)
         groups.append((queue, tag, sum(tasks), min(oldest), min(ids)))
     groups.sort(key=lambda group: -group[2])
-    number = min(sum(int(part[0].total) for part in parts), most)
+    number = min(sum(int(part[0].total) for part in parts), MAX_COUNTED)
     oldest_of_all = min((part[0].first for part in parts), default=None)
     return Overdue(number, oldest_of_all, groups[:MAX_EXPLAINED_GROUPS])
 
@@ -245,8 +244,6 @@ def explained(facts: Facts, overdue: Overdue) -> list[OverdueGroup]:
 # include those of tasks that wait for a retry. Workers write their counts once a minute.
 
 
-#: Bars of a sparkline, one for each hour.
-SPARK_HOURS = 24
 #: Failed tasks that are older are no news.
 RECENT = timedelta(hours=1)
 #: The statuses of a task that has failed and is repeated.
@@ -268,8 +265,6 @@ class FailedNow:
     runs: int
     first_at: datetime
     last_at: datetime
-    #: Failed runs in each of the last hours, the oldest first.
-    hours: Sequence[int]
     #: The failed runs that were counted since `recent_hours`, and their share in those of the tag.
     recent: int
     share: float
@@ -333,10 +328,9 @@ def groups_of(
         newest = max(mine, key=lambda task: (changed_at(task), task.id), default=last)
         assert newest is not None
         times = sorted(map(changed_at, mine))
-        hours, runs, recent = Counter(map(hour_of, times)), len(mine), 0
+        runs, recent = len(mine), 0
         if of_runs is not None:
             # Failures of the last minute, or of a killed worker, may be in the rows only.
-            hours |= Counter(of_runs.hours)
             runs = max(runs, of_runs.runs)
             times = sorted([*times, of_runs.first_at, of_runs.last_at])
             recent = sum(n for hour, n in of_runs.hours.items() if hour >= recent_hours(now))
@@ -352,7 +346,6 @@ def groups_of(
             runs=runs,
             first_at=times[0],
             last_at=times[-1],
-            hours=[hours[hour_of(now) - ago * AN_HOUR] for ago in reversed(range(SPARK_HOURS))],
             recent=recent,
             share=recent / max(recent, started.get(key[0], 0), 1),
             is_retried=is_retried,
@@ -370,10 +363,6 @@ def _key(task: DelayedTask) -> tuple[str, str]:
 # -- The state of a deployment --------------------------------------------------------------------
 
 
-#: A worker whose outage began within this time after its start has never reached its broker.
-CONNECTING_S = 5.0
-
-
 def beat_age_s(workers: Iterable[RegisteredWorker]) -> float | None:
     """Return for how many seconds no message of beat has reached a live worker.
 
@@ -382,20 +371,6 @@ def beat_age_s(workers: Iterable[RegisteredWorker]) -> float | None:
     services = [worker.services for worker in workers if worker.is_alive]
     ages = [each.beat_s for each in services if each.broker_down_s is None]
     return min((age_s for age_s in ages if age_s is not None), default=None)
-
-
-def broker_down_s(workers: Iterable[RegisteredWorker]) -> float | None:
-    """Return for how many seconds no live worker has reached its broker.
-
-    None if a live worker reaches its broker, or none is alive. A worker that started without a
-    broker does not know when the outage began, so it counts only if all workers did.
-    """
-    downs = [(each.services.broker_down_s, each.up_s) for each in workers if each.is_alive]
-    known = [(down_s, up_s) for down_s, up_s in downs if down_s is not None]
-    if len(known) < len(downs):
-        return None
-    lost = [down_s for down_s, up_s in known if down_s < up_s - CONNECTING_S]
-    return min(lost) if lost else max((down_s for down_s, _ in known), default=None)
 
 
 class DeploymentState(Facts):
@@ -426,11 +401,11 @@ class DeploymentState(Facts):
         #: Failures with the same tag and kind of error, and whether all FAILED tasks are in them.
         self.groups: Sequence[FailedNow] = ()
         self.has_all_failures = True
-        #: How many runs began late within `LATE_RANGE`, by the reason.
-        self.late_starts: Mapping[str, int] = {}
+        #: What ended within `LATE_RANGE`, by tag.
+        self.runs: Mapping[str, RunTotals] = {}
 
     def add_failures(self) -> None:
-        """Read the failures, the late starts, and the numbers of tasks of the policies."""
+        """Read the failures, the latest runs, and the numbers of tasks of the policies."""
         store = self.store
         failed, self.has_all_failures = failed_tasks(store) if self.rows["FAILED"] else ([], True)
         self.policies, held = with_counts(store.policies, self.policies)
@@ -440,7 +415,7 @@ class DeploymentState(Facts):
             self.counts[Status.HELD] = Count(held)
         if failed and self.has_all_failures:
             self.counts[Status.FAILED] = Count(len(failed))
-        counted, started, self.late_starts = recent_runs(store, self.now)
+        counted, started, self.runs = recent_runs(store, self.now)
         last = tasks_of_ids(store, [group.task_id for group in counted])
         self.groups = groups_of(failed, self.now, counted, started, last)
 
@@ -448,6 +423,15 @@ class DeploymentState(Facts):
     def rows(self) -> dict[str, int]:
         """The number of tasks by the name of the status."""
         return {status.name: count.rows for status, count in self.counts.items()}
+
+    @property
+    def late_starts(self) -> Counter[str]:
+        """How many runs began late within `LATE_RANGE`, by the reason."""
+        found = Counter[str]()
+        for counts in self.runs.values():
+            for late_by, number in counts.late_starts.items():
+                found[late_start(late_by)[1]] += number
+        return found
 
     @property
     def oldest_overdue_s(self) -> float:
@@ -472,140 +456,52 @@ def ask_broker(runtime: Runtime) -> str | None:
 
 # -- What happens now, by queue and tag -----------------------------------------------------------
 
-# The rows that matter now run, are overdue, due soon or held, or have ended lately. Each part of a
-# read looks at a bounded number of rows through an index, so the cost does not grow with the table.
-
-
-#: The rows that each part of a read looks at.
-MOST_ROWS = 5_000
-#: Queues among which waiting rows are looked for.
-MOST_QUEUES = 100
-#: "Soon" and "lately" are a minute.
-PERIOD = timedelta(minutes=1)
-#: The columns of a row that matter here.
-_COLUMNS = "queue tag status expected_time due_time execution_time".split()
-
 
 @dataclass
 class LiveGroup:
-    """The tasks of one queue or tag."""
+    """The present tasks of one queue or tag."""
 
     name: str
+    is_paused: bool = False
     running: int = 0
-    #: Waiting tasks that are late by more than the grace period.
+    #: Its tasks in the largest groups of overdue ones.
     overdue: int = 0
     oldest_overdue_s: float = 0.0
-    #: Tasks that are due within a minute.
-    soon: int = 0
-    held: int = 0
-    #: Tasks that were due within the last minute and have ended.
-    ended: int = 0
-    failed: int = 0
-    #: The latenesses of these tasks and of the running ones.
-    latenesses: list[float] = field(default_factory=list)
-    is_paused: bool = False
     #: Live workers that serve the queue, or have a processor for the tag.
     workers: int = 0
 
-    def add(self, row: Any, now: datetime, grace_s: float) -> None:
-        """Count a row of the table."""
-        due = row.due_time or row.expected_time
-        late_s = (now - due).total_seconds()
-        match row.status:
-            case Status.RUNNING:
-                self.running += 1
-            case Status.HELD:
-                self.held += 1
-            case Status.NOT_COMPLETE if late_s > grace_s:
-                self.overdue += 1
-                self.oldest_overdue_s = max(self.oldest_overdue_s, late_s)
-            case Status.NOT_COMPLETE:
-                self.soon += 1
-            case _:
-                self.ended += 1
-                self.failed += row.status == Status.FAILED
-        has_run = row.status in (Status.RUNNING, Status.DONE, Status.FAILED)
-        if has_run and row.execution_time is not None:
-            self.latenesses.append(max((row.execution_time - due).total_seconds(), 0.0))
 
-    def lateness(self, share: float) -> float | None:
-        """Return the lateness that `share` of the runs do not exceed; None without runs."""
-        if not self.latenesses:
-            return None
-        ordered = sorted(self.latenesses)
-        return ordered[min(math.ceil(share * len(ordered)), len(ordered)) - 1]
+def live_groups(state: DeploymentState) -> dict[str, list[LiveGroup]]:
+    """Return the queues and the tags with running or overdue tasks, with a pause, with a worker
+    (the queues) or with runs of the last minutes (the tags).
 
-    def as_json(self) -> dict[str, Any]:
-        document = asdict(self)
-        del document["latenesses"]
-        shares = {f"lateness_p{share}_s": self.lateness(share / 100) for share in (50, 99)}
-        return {**document, **shares}
+    Those with overdue tasks come first, and then those with the most running ones.
+    """
+    served = {queue for worker in state.alive for queue in worker.queues} - {ALL_QUEUES}
+    found = {
+        "queue": {name: LiveGroup(name) for name in served},
+        "tag": {name: LiveGroup(name) for name in state.runs},
+    }
 
+    def of(queue: str, tag: str) -> list[LiveGroup]:
+        names = {"queue": queue, "tag": tag}
+        return [found[kind].setdefault(name, LiveGroup(name)) for kind, name in names.items()]
 
-class LiveSnapshot(NamedTuple):
-    """The counts of one time."""
-
-    total: LiveGroup
-    queues: Sequence[LiveGroup]
-    tags: Sequence[LiveGroup]
-    #: Whether there are more tasks than were read, so that the counts are too small.
-    is_capped: bool
-
-
-def snapshot(state: DeploymentState) -> LiveSnapshot:
-    """Read what happens now. `state` has the workers and the policies."""
-    store, now, grace_s = state.store, state.store.tasks.now(), state.settings.grace_s
-    total, queues, tags = LiveGroup(""), dict[str, LiveGroup](), dict[str, LiveGroup]()
-    parts = store.database.autocommitted(lambda on: list(live_rows(store, on, now, grace_s)))
-    for row in chain(*parts):
-        if row is not None:
-            for group in (total, _of(queues, row.queue), _of(tags, row.tag)):
-                group.add(row, now, grace_s)
+    for (tag, queue), running in state.store.policies.count(Status.RUNNING).items():
+        for group in of(queue, tag):
+            group.running += running.rows
+    for late in state.late:
+        for group in of(late.queue, late.tag):
+            group.overdue += late.tasks
+            group.oldest_overdue_s = max(group.oldest_overdue_s, late.late_s)
     for policy in state.paused:
-        _of(tags if policy.kind == "tag" else queues, policy.name).is_paused = True
-    for name in {queue for worker in state.alive for queue in worker.queues} - {ALL_QUEUES}:
-        _of(queues, name)  # a queue without tasks is shown as well
-    for group in queues.values():
+        found[policy.kind].setdefault(policy.name, LiveGroup(policy.name)).is_paused = True
+    for group in found["queue"].values():
         group.workers = len(state.serving(group.name))
-    for group in tags.values():
+    for group in found["tag"].values():
         group.workers = sum(group.name in (worker.tags or ()) for worker in state.alive)
-    is_capped = any(len(part) >= MOST_ROWS for part in parts)
-    return LiveSnapshot(total, _ordered(queues), _ordered(tags), is_capped)
+    return {kind: sorted(groups.values(), key=_urgency) for kind, groups in found.items()}
 
 
-def live_rows(
-    store: Store, connection: Connection, now: datetime, grace_s: float
-) -> Iterator[Sequence[Any]]:
-    """Yield the rows of each part, at most `MOST_ROWS`. None are rows of another part."""
-    tasks, t = store.schema.tasks, store.schema.tasks.c
-    waits, soon = has_status(tasks, Status.NOT_COMPLETE), now + PERIOD
-
-    def read(*where: ColumnElement[bool], order: Any = None) -> Sequence[Any]:
-        query = select(*(t[name] for name in _COLUMNS)).where(*where).limit(MOST_ROWS)
-        return connection.execute(query if order is None else query.order_by(order)).all()
-
-    yield read(has_status(tasks, Status.RUNNING))
-    yield read(has_status(tasks, Status.HELD))
-    for queue in queues_after(connection, tasks, Status.NOT_COMPLETE, None, MOST_QUEUES):
-        for level in levels_of(connection, tasks, Status.NOT_COMPLETE, queue):
-            of_level = t.queue == queue, t.priority == level.priority, t.expected_time <= soon
-            yield read(waits, *of_level, order=t.expected_time)
-    # Overdue rows that a worker has deferred for longer than a minute.
-    is_overdue = t.due_time <= once(db_now_plus(-grace_s))
-    yield read(_is_tried_soon(tasks, grace_s), is_overdue, t.expected_time > soon)
-    lately = t.expected_time > now - PERIOD, t.expected_time <= now
-    due = read(*lately, order=t.expected_time.desc())
-    # The others are in the parts above. More conditions would make the database read more rows.
-    yield [row if row.status in FINISHED else None for row in due]
-
-
-def _of(groups: dict[str, LiveGroup], name: str) -> LiveGroup:
-    return groups.setdefault(name, LiveGroup(name))
-
-
-def _ordered(groups: Mapping[str, LiveGroup]) -> list[LiveGroup]:
-    """Return the groups with overdue tasks first, and then those with the most to do."""
-    return sorted(
-        groups.values(),
-        key=lambda one: (-one.overdue, -one.running, -one.ended - one.soon - one.held, one.name),
-    )
+def _urgency(group: LiveGroup) -> tuple[int, int, str]:
+    return -group.overdue, -group.running, group.name

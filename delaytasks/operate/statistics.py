@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from delaytasks.model.body import dump_json
 from delaytasks.model.clock import AN_HOUR, EPOCH, from_us, hour_of, to_us
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import Delay, check_instant, check_page_limit, check_tag, check_wait
-from delaytasks.model.moves import late_start
 from delaytasks.run.observers import (
     DURATION_BOUNDS_S,
     LATENESS_BOUNDS_S,
@@ -568,7 +566,7 @@ def _checked_tags(tags: Sequence[str] | None) -> Sequence[str] | None:
 # -- for the verdict, the command line and the console --------------------------------------------
 
 
-#: The range of the late starts that a verdict counts.
+#: The range of the runs that `status` shows, and of the late starts that a verdict counts.
 LATE_RANGE = timedelta(minutes=15)
 #: The most groups, those that failed last.
 MOST_READ_GROUPS = 100
@@ -576,16 +574,11 @@ MOST_READ_GROUPS = 100
 
 def recent_runs(
     store: Store, now: datetime
-) -> tuple[list[FailureGroup], dict[str, int], Counter[str]]:
-    """Return the groups that failed last, and the number of recent runs of their tags.
-
-    The third value is how many runs began late within `LATE_RANGE`, by the reason (`LateReason`).
-    """
+) -> tuple[list[FailureGroup], dict[str, int], dict[str, RunTotals]]:
+    """Return the groups that failed last, the number of recent runs of their tags, and what ended
+    within `LATE_RANGE`, by tag."""
     groups, since = failure_groups(store, None, None, MOST_READ_GROUPS), recent_hours(now)
     tags = sorted({group.tag for group in groups if group.last_at >= since})
     found = counts_by_tag(store, since, now, tags)
-    late = Counter[str]()
-    for counts in counts_by_tag(store, now - LATE_RANGE, now, None).values():
-        for late_by, count in counts.late_starts.items():
-            late[late_start(late_by)[1]] += count
-    return groups, {tag: counts.started for tag, counts in found.items()}, late
+    latest = counts_by_tag(store, now - LATE_RANGE, now, None)
+    return groups, {tag: counts.started for tag, counts in found.items()}, latest

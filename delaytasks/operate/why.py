@@ -19,7 +19,6 @@ from sqlalchemy import func, select
 from delaytasks.broker.link import broker_error
 from delaytasks.db.sweep_queries import RegisteredWorker, SweepState
 from delaytasks.db.task_rows import has_status
-from delaytasks.model.clock import MAX_ID, first_id, from_us
 from delaytasks.model.inputs import processor_tag, show_duration
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
@@ -331,10 +330,10 @@ def _transport(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
         )
 
 
-def broker_down(error: str, since: str = "") -> str:
-    """Return that the broker does not answer, and what this means. `since` says since when."""
-    fact = f"has not answered {since}" if since else "does not answer"
-    return f"The broker {fact}; workers read the table, so tasks start a few seconds late: {error}"
+def broker_down(error: str) -> str:
+    """Return that the broker does not answer, and what this means."""
+    what = "workers read the table, so tasks start a few seconds late"
+    return f"The broker does not answer; {what}: {error}"
 
 
 def _expired(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
@@ -377,7 +376,9 @@ def _failed(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
 
 
 def _cancelled(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
-    entry, error = _cancelled_by(facts, task), last_line(task.error)
+    a, entry, error = facts.store.schema.audit.c, None, last_line(task.error)
+    if (task.cancel_request or ASKED) != ASKED:  # a cancel of many tasks leaves its log entry
+        entry = facts.first(select(a.id, a.actor).where(a.id == task.cancel_request))
     by = "" if entry is None else f" by {entry.actor} (entry {entry.id} of the log)"
     yield Reason(
         "cancelled",
@@ -397,26 +398,6 @@ _OF_STATUS: dict[Status, Rule] = {
 
 def _at(instant: datetime | None) -> str:
     return "" if instant is None else f" at {show_instant(instant)}"
-
-
-#: The ids of a minute: a cancel and its log entry have the times of the clocks of two machines.
-IDS_AROUND = first_id(from_us(60_000_000)) - first_id(from_us(0))
-
-
-def _cancelled_by(facts: Facts, task: DelayedTask) -> Any:
-    """Return the log entry of the action that has cancelled the task."""
-    a = facts.store.schema.audit.c
-    if task.update_time is None:
-        return None
-    query = select(a.id, a.actor).order_by(a.id.desc())
-    if (task.cancel_request or ASKED) != ASKED:
-        return facts.first(query.where(a.id == task.cancel_request))  # with other tasks
-    # By a person in the console. The ids of the entries contain their times, so the primary key
-    # leads to those of that time.
-    near = min(first_id(task.update_time), MAX_ID - IDS_AROUND)
-    is_mine = a.filter.contains(f'"id":"{task.id}"', autoescape=True)
-    is_near = a.id >= near - IDS_AROUND, a.id < near + IDS_AROUND
-    return facts.first(query.where(*is_near, a.action == "cancel_task", a.changed > 0, is_mine))
 
 
 #: Why one or many runs began late, by the name of the `LateReason`.

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from celery import _state, signals
 from celery.concurrency import get_implementation
 from celery.utils.log import get_logger
-from celery.utils.nodenames import node_format
 from kombu.asynchronous import Hub, set_event_loop
 
 from delaytasks.broker.direct import TablePoller
@@ -134,14 +133,12 @@ class WorkerRuntime:
         for loop in self.loops:
             loop.start()
 
-    def _prepare_metrics(self, place: Address | str) -> None:
-        """Add the loop that serves the metrics of this worker, or writes them."""
+    def _prepare_metrics(self, address: Address) -> None:
+        """Add the loop that serves the metrics of this worker."""
         # Imported here, since other deployments need no client of Prometheus.
         from delaytasks.operate.metrics import MetricsEndpoint, WorkerMetrics
 
-        if isinstance(place, str):
-            place = node_format(place, self.celery_worker.hostname)
-        self._endpoint = MetricsEndpoint(place, self.events, WorkerMetrics(self))
+        self._endpoint = MetricsEndpoint(address, self.events, WorkerMetrics(self))
         self.loops.append(self._endpoint.loop)
 
     def stop(self, is_warm: bool = False) -> None:

@@ -155,9 +155,9 @@ def test_a_task_is_overdue_though_its_next_try_is_later(world: World, overdue: D
     assert world.delays.check()[-1].first_due == due
     [late] = state.late
     assert (late.tag, late.oldest, late.reason.code) == ("new", due, "no_processor")
-    [queue] = world.live().queues
-    assert (queue.soon, queue.overdue) == (1, 1)
-    assert [(one.name, one.overdue) for one in world.live().tags if one.overdue] == [("new", 1)]
+    groups = world.live()
+    assert [(one.name, one.overdue) for one in groups["queue"]] == [("default", 1)]
+    assert [(one.name, one.overdue) for one in groups["tag"]] == [("new", 1)]
     world.serve("worker-1", "default", "letters")
     for tag, queue_name in (("note", "default"), ("note", "letters"), ("new", "default")):
         world.put(due_s=-100, tag=tag, queue=queue_name)

@@ -138,7 +138,7 @@ READS: list[Work] = [
     PlannedWorld.changes,
     lambda world: world.changes(tag="note"),
     lambda world: world.changes(key="k"),
-    PlannedWorld.live_rows,
+    PlannedWorld.running,
     PlannedWorld.overdue,
     PlannedWorld.unserved,
 ]

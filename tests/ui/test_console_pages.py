@@ -203,7 +203,7 @@ def test_the_timeline_ends_with_what_happened_last_or_comes_next(own_site: Site)
 # -- actions --------------------------------------------------------------------------------------
 
 
-def test_a_notice_says_what_was_done_to_a_task_and_its_page_names_the_actor(own_site: Site) -> None:
+def test_a_notice_says_what_was_done_to_a_task(own_site: Site) -> None:
     client, delays = own_site.client(Role.OPERATE), own_site.delays
     task = delays.find(tag="order.close", status="NOT_COMPLETE").tasks[0]
     page = f"/tasks/{task.id}"
@@ -211,7 +211,6 @@ def test_a_notice_says_what_was_done_to_a_task_and_its_page_names_the_actor(own_
     assert (answer.status_code, answer.location) == (303, page)
     text = client.get(page).text
     assert re.search(r"The task was cancelled at \d\d:\d\d:\d\d UTC\.<", text)
-    assert re.search(r"It was cancelled at .* by maria \(entry \d+", text)
     post(client, "/do/rerun", id=task.id, delay="2h", next=page)
     due = delays.get(task.id).due
     said = client.get(page).text

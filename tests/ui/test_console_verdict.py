@@ -13,7 +13,6 @@ import pytest
 
 from delaytasks import NewTask, Status
 from delaytasks.cli.status import read_deployment
-from delaytasks.console import requests
 from delaytasks.console.viewers import Role
 from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.db.types import db_now_plus
@@ -158,25 +157,6 @@ def test_a_lost_worker_is_on_the_pages_until_it_reports_again(site: Site) -> Non
     assert (judge(site).level, judge(site).problems) == ("good", [])
     site.forget()
     assert "lost" not in site.client().get("/workers").text
-
-
-# -- since when -----------------------------------------------------------------------------------
-
-
-def test_the_broker_has_not_answered_since_the_workers_lost_it(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(requests, "ask_broker", lambda _: "OperationalError: refused")
-    [sentence] = sentences(page(site))
-    assert sentence.startswith("The broker does not answer; "), "the worker reaches it"
-    set_columns(runtime_of(site.delays).store, "workers", started_at=db_now_plus(-900))
-    report(site, broker_down_s=200)
-    [sentence] = sentences(page(site))
-    assert re.fullmatch(
-        rf"The broker has not answered since {CLOCK} \(3m2\ds\); workers read the table, so "
-        r"tasks start a few seconds late: OperationalError: refused",
-        sentence,
-    )
 
 
 # -- how many -------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def completed(*words: str) -> list[str]:
 def test_commands_options_and_values_are_completed() -> None:
     assert completed("re") == ["recurring", "rerun", "reschedule", "resume"]
     assert completed("-A", "shop", "db", "up") == ["upgrade"]
-    assert completed("status", "--max-") == ["--max-overdue"]
+    assert completed("status", "--ah") == ["--ahead"]
     assert [*map(str.upper, completed("list", "--status", "FA"))] == ["FAILED"]
 
 

@@ -22,7 +22,7 @@ from delaytasks.db.engines import ForkGate
 from delaytasks.db.sweep_queries import RegisteredWorker, ServiceTimes
 from delaytasks.limits.admission import StartPace
 from delaytasks.loops import Availability
-from delaytasks.operate.state import beat_age_s, broker_down_s
+from delaytasks.operate.state import beat_age_s
 from delaytasks.worker import quick_loops
 from delaytasks.worker.quick_loops import ServiceWatch
 from tests.waiting import wait_until
@@ -77,32 +77,26 @@ def test_a_worker_knows_for_how_long_it_lacks_a_service(time: ManualTime) -> Non
         assert after(5).timer_down_s == down_s
 
 
-def worker(is_alive: bool = True, up_s: float = 3600, **services: float) -> RegisteredWorker:
-    times, began = ServiceTimes(**services), NOW - timedelta(seconds=up_s)
+def worker(is_alive: bool = True, **services: float) -> RegisteredWorker:
+    times, began = ServiceTimes(**services), NOW - timedelta(hours=1)
     of_pool = (["default"], None, "prefork", 2)
     return RegisteredWorker("w", is_alive, 0, *of_pool, began, NOW, 0.0, times)
 
 
-ALONE, BOTH = worker(broker_down_s=3000), worker(broker_down_s=60)
-RESTARTED, DEAD = worker(up_s=20, broker_down_s=20), worker(is_alive=False, beat_s=3)
-#: Workers, and for how long beat and the broker have not been heard of.
-HEARD: list[tuple[list[RegisteredWorker], float | None, float | None]] = [
-    ([], None, None),
-    ([worker()], None, None),
-    ([worker(beat_s=400), worker(beat_s=3), worker()], 3, None),
-    ([DEAD, worker(beat_s=400)], 400, None),
-    ([worker(broker_down_s=60, beat_s=60)], None, 60),
-    ([BOTH, worker()], None, None),
-    ([BOTH, DEAD], None, 60),
-    ([ALONE, BOTH], None, 60),  # the broker answered others for longer
-    ([RESTARTED, BOTH], None, 60),  # it does not know since when the broker is down
-    ([RESTARTED, worker(up_s=40, broker_down_s=41)], None, 41),
+DEAD = worker(is_alive=False, beat_s=3)
+#: Workers, and for how long beat has not been heard of.
+HEARD: list[tuple[list[RegisteredWorker], float | None]] = [
+    ([], None),
+    ([worker()], None),
+    ([worker(beat_s=400), worker(beat_s=3), worker()], 3),
+    ([DEAD, worker(beat_s=400)], 400),
+    ([worker(broker_down_s=60, beat_s=60)], None),
 ]
 
 
-def test_beat_and_the_broker_are_heard_of_by_any_live_worker_that_can() -> None:
-    for workers, beat_s, down_s in HEARD:
-        assert (beat_age_s(workers), broker_down_s(workers)) == (beat_s, down_s), workers
+def test_beat_is_heard_of_by_any_live_worker_that_can() -> None:
+    for workers, beat_s in HEARD:
+        assert beat_age_s(workers) == beat_s, workers
 
 
 # -- outages of the databases, and uninterrupted contact with them --------------------------------

@@ -66,8 +66,6 @@ VALUES: dict[str, list[tuple[Any, Any]]] = {
         (9819, Address("127.0.0.1", 9819)),
         ("0.0.0.0:80", Address("0.0.0.0", 80)),
         ("[::1]:9819", Address("::1", 9819)),
-        ("/var/%n.prom", "/var/%n.prom"),
-        ("/run/shop:9819", "/run/shop:9819"),
     ],
     "queues": [
         ({"mail.*": "mail"}, {"mail.*": "mail"}),

@@ -21,7 +21,7 @@ from delaytasks.db.store import Store
 from delaytasks.model.filters import filter_of
 from delaytasks.operate.health import HealthChecks
 from delaytasks.operate.searches import Follower
-from delaytasks.operate.state import find_overdue, live_rows, task_counts
+from delaytasks.operate.state import find_overdue, task_counts
 from delaytasks.operate.task_calls import bulk_filter_of
 from delaytasks.operate.why import Facts
 from tests.conftest import new_world
@@ -77,9 +77,8 @@ class PlannedWorld(World):
         """Read what has changed, as the console does."""
         return Follower(self.store, filter_of(filters)).read()
 
-    def live_rows(self) -> object:
-        read = partial(live_rows, self.store, now=self.store.tasks.now(), grace_s=1)
-        return self.store.database.autocommitted(lambda on: list(read(on)))
+    def running(self) -> object:
+        return self.store.policies.count(Status.RUNNING)
 
     def overdue(self) -> object:
         return find_overdue(self.store, 1)

@@ -31,7 +31,7 @@ from delaytasks.model.filters import filter_of
 from delaytasks.model.moves import SettlingMove
 from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement
 from delaytasks.operate.searches import Follower
-from delaytasks.operate.state import DeploymentState, LiveSnapshot, snapshot
+from delaytasks.operate.state import DeploymentState, LiveGroup, live_groups
 from delaytasks.operate.why import Reason, why
 from delaytasks.run.runner import Report, Runner
 from delaytasks.worker.processes import Processes
@@ -306,9 +306,9 @@ class World:
         """Return the numbers of the tables, as the command `status` shows them."""
         return DeploymentState(self.runtime)
 
-    def live(self) -> LiveSnapshot:
-        """Return what the command `top` shows."""
-        return snapshot(self.state())
+    def live(self) -> dict[str, list[LiveGroup]]:
+        """Return the queues and the tags that the command `status` shows."""
+        return live_groups(self.state())
 
     def follow(self, **filters: Any) -> Follower:
         """Return a reader of changes, as `list --follow` uses it, that has read once."""

@@ -90,7 +90,6 @@ WRONG = """
     remove: limit --tag a --rate 1/s --remove
     recurring: pause --recurring a --tag b | resume --recurring a --queue b
     UsageError: recurring list --next 3 | recurring list r* --next 3
-    UsageError: status --probe worker --live --max-overdue 0
     UsageError: status --probe --live | status --probe beat --name w | status --watch --ahead 1d
     UsageError: status --live
     days: status --ahead 0
