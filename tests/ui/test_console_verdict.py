@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +21,7 @@ from delaytasks.operate.health import Verdict, verdict_of
 from delaytasks.operate.statistics import StatisticsWriter
 from delaytasks.runtime import runtime_of
 from tests.ui.chromium import MODES, watched
-from tests.ui.console_site import Site, healthy_site, served, write_on_time
+from tests.ui.console_site import Site, healthy_site, served
 from tests.ui.test_console_in_a_browser import check_page
 from tests.ui.test_console_pages import heading
 from tests.world import status_columns
@@ -390,17 +389,3 @@ def test_old_failures_that_wait_for_a_retry_are_no_problem(shop: Site) -> None:
     store = runtime_of(shop.delays).store
     set_columns(store, "statistics", start=hour_of(store.tasks.now()) - 3 * AN_HOUR)
     assert judge(shop).problems == []
-
-
-def test_the_overview_shows_the_share_on_time_of_each_tag(site: Site) -> None:
-    assert 'aria-label="On time"' not in site.client().get("/").text
-    write_on_time(site.delays, "mail", timedelta(), 98, 2)
-    write_on_time(site.delays, "mail", timedelta(hours=5), 700, 200)
-    write_on_time(site.delays, "alarm", timedelta(), 1000, 5)
-    site.forget()
-    text = site.client(Role.VIEW).get("/").text
-    [card] = re.findall(r'aria-label="On time">.*?</table>', text, re.DOTALL)
-    words = " ".join(re.sub(r"<[^>]*>", " ", card).split())
-    assert "alarm – 99.50% 5 late 99.50% 5 late" in words
-    assert words.endswith("mail – 98.00% 2 late 79.80% 202 late")
-    assert card.count("bad-text") == 2, "the shares below 99 %"
