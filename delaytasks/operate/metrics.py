@@ -20,7 +20,7 @@ from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LATE_S, late_start
 from delaytasks.model.text import needs_extra
 from delaytasks.operate.serving import SharedCache
-from delaytasks.operate.state import DeploymentState, ask_broker
+from delaytasks.operate.state import NO_STANDBY, READ_ONLY, DeploymentState, ask_broker
 from delaytasks.run.observers import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, RunCounts
 from delaytasks.settings import Address
 
@@ -187,6 +187,10 @@ class DatabaseMetrics(Collector):
 
 def table_metrics(found: DeploymentState) -> Iterator[Metric]:
     """Yield what the tables contain."""
+    problems = {"read_only": READ_ONLY, "no_standby": NO_STANDBY}
+    about = "1 if the database cannot be written, or lacks the standby that its commits wait for."
+    has = {name: found.problem == problem for name, problem in problems.items()}
+    yield gauge("database_problem", about, has, "problem")
     about = "Rows of each status. Numbers above a million, and that of DONE then, are estimates."
     yield gauge("tasks", about, found.rows, "status")
     about = "Waiting tasks that are later than the grace period."

@@ -52,6 +52,8 @@ def test_a_scrape_counts_tasks_by_status_and_shows_the_oldest_overdue_one(world:
     assert values.late() == {("letters", "mail"): 2}
     assert values.of("queue_workers", queue="letters") == 0
     assert values.of("database_up") == 1
+    for problem in ("read_only", "no_standby"):
+        assert values.of("database_problem", problem=problem) == 0
     assert values.of("expired_leases") == 0
     assert (values.of("sweep_age_seconds", sweep_partition="0") or 0) < 600
     world.change(first, lease_until=world.now() - timedelta(minutes=10))

@@ -12,6 +12,7 @@ from delaytasks import DelayedTask, Status
 from delaytasks.cli.status import warnings_of
 from delaytasks.db import migrations
 from delaytasks.runtime import runtime_of
+from tests.conformance.test_metrics import Values
 from tests.conftest import open_store
 from tests.services import GaleraNode, MariaDBServer, PostgresServer
 from tests.waiting import wait_until
@@ -24,6 +25,14 @@ pytestmark = pytest.mark.slow
 def warnings(server: PostgresServer | MariaDBServer) -> list[str]:
     with closing(delays_on(server.url)) as delays:
         return warnings_of(delays)
+
+
+def scraped(server: PostgresServer | MariaDBServer) -> dict[str, float]:
+    """Return what the exporter's metric says of the server."""
+    with closing(delays_on(server.url)) as delays:
+        values = Values(delays)
+        names = ("read_only", "no_standby")
+        return {name: values.of("database_problem", problem=name) or 0 for name in names}
 
 
 def migrate(server: PostgresServer | MariaDBServer) -> None:
@@ -49,9 +58,11 @@ def test_a_mariadb_that_is_a_standby_or_lacks_one_is_named(logging_mariadb: Mari
     logging_mariadb.execute("SET GLOBAL rpl_semi_sync_master_enabled = ON")
     [warning] = warnings(logging_mariadb)
     assert "no synchronous standby is connected" in warning
+    assert scraped(logging_mariadb) == {"read_only": 0, "no_standby": 1}
     logging_mariadb.execute("SET GLOBAL read_only = ON")
     [warning] = warnings(logging_mariadb)
     assert "it is read-only, as a standby" in warning
+    assert scraped(logging_mariadb) == {"read_only": 1, "no_standby": 0}
 
 
 def test_a_galera_node_settles_what_another_node_has_just_claimed(

@@ -17,6 +17,7 @@ from tests.doc_pages import block_beginning
 #: The state of a deployment without problems: series and their values, one each minute.
 HEALTHY = {
     "delaytasks_database_up": "1x120",
+    'delaytasks_database_problem{problem="read_only"}': "0x120",
     "delaytasks_broker_up": "1x120",
     "delaytasks_oldest_overdue_seconds": "0x20 45 0x99",
     "delaytasks_expired_leases": "0x10 3 0x109",
@@ -47,6 +48,9 @@ PROBLEMS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {'sweep_age_seconds{sweep_partition="0"}': "3600x120"}, {"sweep_partition": "0"}
     ),
     "DatabaseDown": ({"database_up": "0x120"}, {}),
+    "DatabaseProblem": (
+        {'database_problem{problem="read_only"}': "1x120"}, {"problem": "read_only"}
+    ),
     "BrokerDown": ({"broker_up": "0x120"}, {}),
     "Failing": ({f'{RUNS}failed"}}': "0+20x120"}, {"tag": "mail.send"}),
     "Retrying": ({f'{RUNS}retried"}}': "0+110x120"}, {"tag": "mail.send"}),
