@@ -13,7 +13,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple, cast
 
-from flask import abort, redirect, request, url_for
+from flask import abort, redirect, render_template, request, url_for
 from markupsafe import Markup
 from sqlalchemy import select
 from werkzeug.wrappers import Response
@@ -42,7 +42,7 @@ from delaytasks.model.task import DelayedTask, Page
 from delaytasks.operate.health import verdict_of
 from delaytasks.operate.operations import NO_LIMIT
 from delaytasks.operate.searches import SearchTimeoutError
-from delaytasks.operate.state import live_groups
+from delaytasks.operate.state import DeploymentState, live_groups
 from delaytasks.operate.statistics import OTHER_TAGS, RunTotals, SeriesPoint, count_rows
 from delaytasks.operate.task_calls import find_tasks
 from delaytasks.operate.why import why
@@ -57,20 +57,35 @@ QUEUES_S = 5.0
 
 @route("/", "overview.html")
 def overview() -> dict[str, Any]:
-    found, zone = state().snapshot(), viewer_zone()
-    due = state().cache.get("due", SNAPSHOT_S, lambda: count_due(runtime().store, found.now))
+    found = state().snapshot()
+    # The block has nothing else of the request. It is dropped with its snapshot.
+    key = "overview", found.now, chosen_period(), str(viewer_zone()), request.script_root
+    headline, shown = state().cache.get(key, SNAPSHOT_S, lambda: _overview(found))
+    return {"headline": headline, "shown": shown}
+
+
+def _overview(found: DeploymentState) -> tuple[str, Markup]:
+    """Return the headline of the overview, and the block that its viewers share.
+
+    Open overviews are read again every few seconds, and workers may need the processor.
+    """
+    cache, zone = state().cache, viewer_zone()
+    due = cache.get(("due", found.now), SNAPSHOT_S, lambda: count_due(runtime().store, found.now))
     starts = [found.now.astimezone(zone) + n * BAR for n in range(BARS)]
-    return {
-        "s": found,
-        "now": found.now,
-        "settings": state().delays.settings,
-        "database_url": runtime().store.database.shown_url,
-        "verdict": verdict_of(found, zone),
-        "due": due,
-        "is_due_cut": sum(due) >= MOST_DUE,
-        "due_chart": stacked_bars(starts, BAR, [Series("due", "due", due)]),
-        "runs": shown_runs(),
-    }
+    verdict = verdict_of(found, zone)
+    shown = render_template(
+        "overview_live.html",
+        s=found,
+        now=found.now,
+        settings=state().delays.settings,
+        database_url=runtime().store.database.shown_url,
+        verdict=verdict,
+        due=due,
+        is_due_cut=sum(due) >= MOST_DUE,
+        due_chart=stacked_bars(starts, BAR, [Series("due", "due", due)]),
+        runs=shown_runs(),
+    )
+    return verdict.headline, Markup(shown)
 
 
 #: The bars of the histogram of due times, the time of each, and the limits of the read.

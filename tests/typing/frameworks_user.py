@@ -37,7 +37,7 @@ make_console(delays, UserFile(Path("console-users.json")))
 key, entry = new_entry(["read"])
 api = make_api(delays, ApiKeys({"shop": entry}))
 flask_mounts.mount(app, "/delays", console)
-server_app = asgi.mount(web, "/delays", make_api(delays, ApiKeyFile(Path("api-keys.json"))))
+asgi.mount(web, "/delays", make_api(delays, ApiKeyFile(Path("api-keys.json"))))
 
 
 @app.post("/closed")

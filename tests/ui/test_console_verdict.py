@@ -12,6 +12,7 @@ import pytest
 
 from delaytasks import NewTask, Status
 from delaytasks.cli.status import read_deployment
+from delaytasks.console import pages, requests
 from delaytasks.console.viewers import Role
 from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.db.types import db_now_plus
@@ -21,7 +22,7 @@ from delaytasks.operate.health import Verdict, verdict_of
 from delaytasks.operate.statistics import StatisticsWriter
 from delaytasks.runtime import runtime_of
 from tests.ui.chromium import MODES, watched
-from tests.ui.console_site import Site, healthy_site, served
+from tests.ui.console_site import Site, healthy_site, post, served
 from tests.ui.test_console_in_a_browser import check_page
 from tests.ui.test_console_pages import heading
 from tests.world import status_columns
@@ -389,3 +390,37 @@ def test_old_failures_that_wait_for_a_retry_are_no_problem(shop: Site) -> None:
     store = runtime_of(shop.delays).store
     set_columns(store, "statistics", start=hour_of(store.tasks.now()) - 3 * AN_HOUR)
     assert judge(shop).problems == []
+
+
+def test_viewers_share_the_overview_and_it_has_nothing_of_one_viewer(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "SNAPSHOT_S", 60.0)
+    monkeypatch.setattr(pages, "SNAPSHOT_S", 60.0)
+    made: list[Verdict] = []
+
+    def judge(*arguments: Any) -> Verdict:
+        made.append(verdict_of(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(pages, "verdict_of", judge)
+    client = site.client(Role.VIEW)
+    shared = client.get("/").text.partition('id="live"')[2].partition("</main>")[0]
+    text = site.client(Role.ADMIN).get("/?other=1").text
+    assert 'hx-get="/?other=1"' in text
+    assert shared.partition(">")[2] in text
+    assert "<form" not in shared
+    assert len(made) == 1
+    # A prefix, a period and a zone have their own one, and an action makes it anew.
+    text = client.get("/", environ_overrides={"SCRIPT_NAME": "/delays"}).text
+    assert 'href="/delays/failures"' in text
+    assert 'href="/failures"' not in text
+    assert 'aria-current="true">day<' in client.get("/?period=day").text
+    assert client.get("/?period=what").status_code == 200
+    assert len(made) == 3
+    post(client, "/preferences", zone="Asia/Tokyo")
+    assert "JST" in client.get("/").text
+    post(client, "/do/pause", tag="mail.send")
+    assert len(made) == 4
+    assert "mail.send is paused" in client.get("/").text
+    assert len(made) == 5
