@@ -91,7 +91,7 @@ def metric_names() -> set[str]:
     )
     worker = metrics.WorkerMetrics(of)
     lists = dict.fromkeys("late sweeps workers alive".split(), ())
-    numbers = dict.fromkeys("overdue oldest_overdue_s expired_leases beat_age_s".split(), 0)
+    numbers = dict.fromkeys("overdue oldest_overdue_s expired_leases beat_age_s problem".split(), 0)
     empty: Any = SimpleNamespace(rows={}, **lists, **numbers)
     found = chain(metrics.table_metrics(empty), worker.collect())
     names = {f"delaytasks_{name}_up" for name in ("database", "broker", "redis_timer")}
