@@ -278,7 +278,8 @@ def _limited(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
 def _paused(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     for policy in state.paused:
         text = pause_of(policy, state.now, partial(clock_time, now=state.now, zone=zone))
-        yield Problem("warning", text, "policies")
+        flaw = f"the {policy.kind} {policy.name} is paused"
+        yield Problem("warning", text, "policies", flaw=flaw)
 
 
 # -- The checks of a probe ------------------------------------------------------------------------
