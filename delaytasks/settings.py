@@ -443,6 +443,10 @@ def _shown(spec: Field[Any], value: Any) -> str:
 # -- The data folder, which only its owner can read -----------------------------------------------
 
 
+#: The folder of the message files, in the data folder.
+MESSAGE_FOLDER = "broker"
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and its parents unless they exist."""
     for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):

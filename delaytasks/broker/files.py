@@ -18,13 +18,13 @@ from urllib.parse import quote, unquote
 from kombu.transport import filesystem
 from kombu.utils.json import dumps, loads
 
-from delaytasks.settings import make_file, make_folder, write_file
+from delaytasks.settings import MESSAGE_FOLDER, make_file, make_folder, write_file
 
 
 class Channel(filesystem.Channel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._folder = Path(self.connection.client.virtual_host) / "broker"
+        self._folder = Path(self.connection.client.virtual_host) / MESSAGE_FOLDER
         self.data_folder_in = self.data_folder_out = str(self._folder)
         if self._folder.parent.is_dir():  # a command that only reads makes no data folder
             self._keep_files()

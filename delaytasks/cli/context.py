@@ -22,6 +22,7 @@ import click
 from delaytasks.attachment import file_broker_url
 from delaytasks.cli.output import NOTED, WANTS_JSON, Failure, Part, is_json, text_of
 from delaytasks.model.errors import ConfigError, DelayTaskError
+from delaytasks.settings import MESSAGE_FOLDER
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
@@ -130,7 +131,7 @@ class Cli:
                 "make one with DelayTasks(app) where the app is made"
             )
         data_dir, conf = found.settings.data_dir, self.app.conf
-        if conf.broker_url is None and Path(data_dir, "broker").is_dir():
+        if conf.broker_url is None and Path(data_dir, MESSAGE_FOLDER).is_dir():
             conf.broker_url = file_broker_url(data_dir)  # that of `up`
         self.ctx.call_on_close(found.close)
         return found  # type: ignore[no-any-return]

@@ -32,7 +32,7 @@ from delaytasks.db import migrations
 from delaytasks.model.clock import monotonic
 from delaytasks.model.inputs import serves, show_duration
 from delaytasks.model.text import count, one_line
-from delaytasks.settings import make_folder
+from delaytasks.settings import MESSAGE_FOLDER, make_folder
 from delaytasks.worker.worker_runtime import StandaloneWorker
 
 # -- `up` -----------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def _use_files(app: Any, data_dir: str) -> bool:
 
 def _delete_files(data_dir: str) -> None:
     """Delete messages and bindings, which are for processes that have ended."""
-    shutil.rmtree(Path(data_dir) / "broker", ignore_errors=True)
+    shutil.rmtree(Path(data_dir) / MESSAGE_FOLDER, ignore_errors=True)
 
 
 def _commands(

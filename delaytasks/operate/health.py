@@ -193,10 +193,10 @@ def _late(state: DeploymentState) -> Iterator[Problem]:
 
 def _late_starts(state: DeploymentState) -> Iterator[Problem]:
     """Return a note, since these tasks have run."""
-    if state.late_starts:
-        most = sorted(state.late_starts.items(), key=lambda each: -each[1])
+    if late := state.late_starts:
+        most = sorted(late.items(), key=lambda each: -each[1])
         reasons = "; ".join(f"{number:,} because {LATE_BECAUSE[why]}" for why, number in most)
-        number, minutes = sum(state.late_starts.values()), LATE_RANGE.total_seconds() / 60
+        number, minutes = late.total(), LATE_RANGE.total_seconds() / 60
         text = f"{count(number, 'run')} of the last {minutes:g} minutes began late: {reasons}."
         yield Problem("note", text, "tags")
 

@@ -290,12 +290,12 @@ def _due(facts: Facts, task: DelayedTask) -> Reason:
 
 def _all_busy(facts: Facts, queue: str) -> Reason | None:
     """Return what occupies all processes of the workers of a queue, if none is free."""
-    serving, running = facts.serving(queue), facts.long_running
+    serving = facts.serving(queue)
     if any(each.busy is None or each.busy < each.concurrency for each in serving):
         return None
     processes = sum(each.concurrency for each in serving)
     sentence = f"No process of the workers of the queue {queue} is free (of {processes:,})"
-    if not running:
+    if not (running := facts.long_running):
         text = f"{sentence}: more tasks are due than they can run."
         return Reason("busy", text, "Start more workers, or give them more processes.")
     named = ", ".join(

@@ -422,5 +422,7 @@ def test_viewers_share_the_overview_and_it_has_nothing_of_one_viewer(
     assert "JST" in client.get("/").text
     post(client, "/do/pause", tag="mail.send")
     assert len(made) == 4
-    assert "mail.send is paused" in client.get("/").text
+    text = client.get("/").text
+    assert "mail.send is paused" in text
+    assert "the tag mail.send is paused" in heading(text)
     assert len(made) == 5
