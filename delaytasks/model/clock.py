@@ -90,7 +90,7 @@ def hour_of(at: datetime) -> datetime:
 
 
 def from_us(microseconds: int) -> datetime:
-    return EPOCH + timedelta(microseconds=microseconds)
+    return EPOCH + _MICROSECOND * microseconds  # takes half of the time of timedelta(microseconds=)
 
 
 def json_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -391,6 +391,15 @@ class TaskRun:
     processor, or else fails the task. An outcome that cannot be used becomes such an error.
     """
 
+    #: The processor has settled the row as DONE in its own transaction.
+    is_written = False
+    #: The transaction is committed, or was about to be.
+    is_committed = False
+    #: The commit is confirmed. SQLAlchemy reports the commit of a plain connection before it
+    #: happens.
+    is_certain = False
+    _connection: CallerConnection | None = None
+
     def __init__(
         self, calls: Calls, processor: ProcessorSpec, task: DelayedTask, began: datetime
     ) -> None:
@@ -398,14 +407,6 @@ class TaskRun:
         self.processor, self.task, self.began = processor, task, began
         #: The time of the monotonic clock.
         self.began_s = monotonic()
-        #: The processor has settled the row as DONE in its own transaction.
-        self.is_written = False
-        #: The transaction is committed, or was about to be.
-        self.is_committed = False
-        #: The commit is confirmed. SQLAlchemy reports the commit of a plain connection before it
-        #: happens.
-        self.is_certain = False
-        self._connection: CallerConnection | None = None
 
     @property
     def is_left_open(self) -> bool:
@@ -769,13 +770,18 @@ class Calls:
         self._clock, self._events = runtime.clock, runtime.events
         keys = runtime.settings.encryption_keys
         self._keys = [name for name in names_of(keys) if name != PLAIN]
+        self._forks = 0
+        fork_safe(self)
+
+    def after_fork(self) -> None:
+        self._forks += 1
 
     def run(
         self, processor: ProcessorSpec | None, tasks: Sequence[DelayedTask], claimed: datetime
     ) -> list[Settlement]:
         """Run tasks of one tag, one or as many as its processor takes in one call."""
         settlements: list[Settlement] = []
-        began, pid = self._clock.now(), os.getpid()
+        began, forks = self._clock.now(), self._forks
         for call in self._ready_calls(processor, tasks, claimed, began, settlements):
             for observer in self.observers:
                 for run in call.runs:
@@ -793,7 +799,7 @@ class Calls:
                 else:
                     call.end(None, error)
             finally:
-                if os.getpid() != pid:
+                if self._forks != forks:
                     _end_forked_child(call.task)
             settlements += [one.settlement for one in call.results]
         return settlements

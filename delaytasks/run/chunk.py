@@ -155,7 +155,8 @@ class Chunk:
     def end(self, started: Iterable[DelayedTask], settlements: Iterable[Settlement] = ()) -> None:
         """Record the end of started rows. A row without a settlement is abandoned."""
         with self._lock:
-            self._running.difference_update([task.id for task in started])
+            for task in started:
+                self._running.discard(task.id)
             self._finished.extend(settlements)
 
     def keep(self, settlements: Iterable[Settlement]) -> None:
