@@ -23,14 +23,13 @@ from redis import Redis
 from sqlalchemy import insert, select
 
 from delaytasks import DelayedTask, DelayTasks, Status
-from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.types import db_now_plus
 from delaytasks.runtime import runtime_of
 from tests.proxy import Proxy
 from tests.services import free_port, spawn
 from tests.waiting import STACKS, wait_until
 from tests.world import Entry
-from tests.world.recording import counted
+from tests.world.recording import counted, make_tables
 
 ROOT = Path(__file__).parent.parent
 #: Short intervals, so that tests of slow paths take seconds.
@@ -93,9 +92,7 @@ class Deployment:
         self.proxies: dict[str, Proxy] = {}
         self._database_url = database_url
         self.delays = self.producer()
-        self.store = runtime_of(self.delays).store
-        create_sqlite_file(self.store.database.url)
-        self.store.schema.metadata.create_all(self.store.database.tx)
+        self.store = make_tables(self.delays)
         self._processes: list[Process] = []
 
     def producer(self, database_url: str | None = None) -> DelayTasks:

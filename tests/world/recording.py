@@ -24,6 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from delaytasks import DelayedTask, DelayTasks
 from delaytasks.broker.arming import EtaTimer, Publisher, Sender
 from delaytasks.broker.redis_timer import AHEAD_MS, RETURN_S, RedisTimer, Taken, redis_location
+from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.store import Store
 from delaytasks.events import Events
 from delaytasks.model.clock import Clock, monotonic, to_us
@@ -51,6 +52,14 @@ def delays_on(url: str, **settings: Any) -> DelayTasks:
     """Return a `DelayTasks` with an in-memory broker."""
     app = Celery("test", broker="memory://", set_as_current=False)
     return DelayTasks(app, url, **settings)
+
+
+def make_tables(delays: DelayTasks) -> Store:
+    """Make the tables of `delays`, and return its store."""
+    store = runtime_of(delays).store
+    create_sqlite_file(store.database.url)
+    store.schema.metadata.create_all(store.database.tx)
+    return store
 
 
 def record(delays: DelayTasks) -> RecordingTimer:

@@ -12,12 +12,9 @@ from flask import Flask
 from werkzeug.test import TestResponse
 
 from delaytasks import DelayTasks
-from delaytasks.db.engines import create_sqlite_file
 from delaytasks.http_api.api_keys import ApiKeyFile
 from delaytasks.http_api.routes import make_api
-from delaytasks.runtime import runtime_of
-from delaytasks.testing import create_tables
-from tests.world.recording import delays_on
+from tests.world.recording import delays_on, make_tables
 
 
 class ApiCaller:
@@ -66,9 +63,7 @@ def site_on_a_file(folder: Path, **settings: Any) -> Iterator[ApiSite]:
     """Yield an API on the SQLite file `api.sqlite3`."""
     url = f"sqlite:///{folder / 'api.sqlite3'}"
     delays = delays_on(url, timer="direct", tags="any", **settings)
-    create_sqlite_file(runtime_of(delays).store.database.url)
-    with runtime_of(delays).store.database.begin() as connection:
-        create_tables(connection, delays)
+    make_tables(delays)
     yield ApiSite(delays, folder)
     delays.close()
 
