@@ -1,5 +1,4 @@
-"""`Shards`: several databases as one, here SQLite files. tests/integration/test_shards.py has
-servers and workers."""
+"""`Shards`: several databases as one, here SQLite files."""
 
 from __future__ import annotations
 

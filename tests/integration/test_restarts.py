@@ -6,7 +6,6 @@ start, and loses its data at every second restart.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -21,13 +20,13 @@ from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
 from tests.running import Deployment, Process
 from tests.services import RabbitServer, RedisServer
-from tests.waiting import SLACK_S, wait_until
+from tests.waiting import IS_LONG, SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
 
-ROUNDS = 20
-#: RabbitMQ restarts fewer times, since twenty restarts take minutes.
-RABBITMQ_ROUNDS = int(os.environ.get("DELAYTASKS_TEST_RESTARTS", "3"))
+ROUNDS = 20 if IS_LONG else 8
+#: RabbitMQ restarts fewer times, since its restarts take many seconds.
+RABBITMQ_ROUNDS = 20 if IS_LONG else 3
 RESUMES_S = 10
 #: After this many seconds a new quorum queue survives a crash of its only node. A younger one does
 #: not answer any more, at least in RabbitMQ 3.10; see `test_refused_queues.py`.
