@@ -6,7 +6,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import signal
 import sys
 import urllib.error
@@ -51,15 +50,10 @@ class UserFolder:
         (folder / "tasks.py").write_text(PROCESSORS)
         (folder / "celeryconfig.py").write_text("imports = ['tasks']\n")
 
-    def start(self, command: list[str], until: str) -> None:
-        """Run a command, and wait for a line in its log."""
-        log = self.folder / f"{secrets.token_hex(4)}.log"
-        self.process = Process(command, self.env, log)
-        self.wait_for(until, 60)
-
     def up(self, *options: str) -> None:
         command = [*DELAYTASKS, *self.app, "up", "--concurrency", "1", *options]
-        self.start(command, "stop +Ctrl-C")
+        self.process = Process(command, self.env, self.folder / f"{secrets.token_hex(4)}.log")
+        self.wait_for("stop +Ctrl-C", 60)
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int | None:
         self.process.signal(number)
@@ -97,10 +91,6 @@ class UserFolder:
         """Return the command line of every process that was started here."""
         return marked(f"{MARK}={self.mark}")
 
-    def wait_for_the_end(self) -> None:
-        what = lambda: f"{self.processes()} to end; {self.process.log()}"  # noqa: E731
-        wait_until(lambda: not self.processes(), 20, what, every_s=0.05)
-
 
 HAS_PROC = Path("/proc/self/environ").exists()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_PROC, reason="needs /proc")]
@@ -116,23 +106,7 @@ def up(tmp_path: Path) -> Iterator[UserFolder]:
         started.process.kill()
 
 
-def test_tasks_survive_a_restart_of_up_and_the_second_ctrl_c_waits_for_none(up: UserFolder) -> None:
-    up.up("--no-flower")
-    far, near = up.schedule(3600, text="far"), up.schedule(8, text="near")
-    assert up.stop(signal.SIGTERM) == 0
-    assert up.notes() == []
-
-    up.up("--no-flower")
-    up.wait_for_status(near, "DONE")
-    up.wait_for_status(far, "NOT_COMPLETE")
-    up.wait_for_status(up.schedule(0, seconds=120, text="slow"), "RUNNING")
-    up.process.signal(signal.SIGINT)
-    up.wait_for("Warm shutdown")
-    assert up.stop() == 0
-    assert up.processes() == {}
-
-
-#: An app of its own, with the same processor.
+#: An app of its own without a broker, with the same processor.
 SHOP = """
 from celery import Celery
 from delaytasks import DelayTasks
@@ -144,16 +118,25 @@ import tasks
 
 
 @pytest.mark.quick
-def test_up_runs_an_app_that_has_no_broker(up: UserFolder) -> None:
+def test_tasks_survive_a_restart_of_up_and_the_second_ctrl_c_waits_for_none(up: UserFolder) -> None:
     (up.folder / "shop.py").write_text(SHOP)
     up.app = ["-A", "shop"]
     up.up("--no-flower", "--no-console")
     up.wait_for(r"for your own programs: export CELERY_BROKER_URL=delaytasks-files:")
-    task = up.schedule(1, text="noted")  # through the same files
-    up.wait_for_status(task, "DONE")
-    assert up.run("show", task)["late_start"] is None
+    far, near = up.schedule(3600, text="far"), up.schedule(8, text="near")
+    assert up.stop(signal.SIGTERM) == 0
+    assert up.notes() == []
+
+    up.up("--no-flower", "--no-console")
+    up.wait_for_status(near, "DONE")
+    up.wait_for_status(far, "NOT_COMPLETE")
+    slow = up.schedule(1, seconds=120, text="slow")  # through the broker's files
+    up.wait_for_status(slow, "RUNNING")
+    assert up.run("show", slow)["late_start"] is None
+    up.process.signal(signal.SIGINT)
+    up.wait_for("Warm shutdown")
     assert up.stop() == 0
-    assert up.notes() == ["noted"]
+    assert up.processes() == {}
 
 
 def test_up_serves_the_console_and_flower_and_leaves_no_process_if_it_is_killed(
@@ -180,24 +163,4 @@ def test_up_serves_the_console_and_flower_and_leaves_no_process_if_it_is_killed(
     wait_until(seen, 30, "the task in Flower", every_s=0.2)
     assert len(up.processes()) >= 5
     up.stop(signal.SIGKILL)
-    up.wait_for_the_end()
-
-
-# -- The Procfile, as `honcho start` runs it ------------------------------------------------------
-
-
-def test_honcho_runs_worker_and_beat_without_configuration(up: UserFolder) -> None:
-    pytest.importorskip("honcho")
-    lines = dict(line.split(": ", 1) for line in (ROOT / "Procfile").read_text().splitlines())
-    assert list(lines) == ["worker", "beat", "flower"]
-    assert all(f"celery -A delaytasks {name}" in line for name, line in lines.items())
-    shutil.copy(ROOT / "Procfile", up.folder)
-    up.env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    up.run("db", "upgrade")
-    # Without Flower, since its port may be in use on this machine.
-    up.start([sys.executable, "-m", "honcho", "start", "worker", "beat"], " ready[.]")
-    up.wait_for_status(up.schedule(1, text="noted"), "DONE")
-    up.wait_for("beat: Starting...")
-    up.stop()
-    up.wait_for_the_end()
-    assert up.notes() == ["noted"]
+    wait_until(lambda: not up.processes(), 20, lambda: str(up.processes()), every_s=0.05)

@@ -1,4 +1,4 @@
-"""Tests of Django's admin, which `test_django_shop.py` runs on each database.
+"""Tests of Django's admin, which `test_django_shop.py` runs on two databases.
 
 They run in a process of their own with the settings of `django_admin_settings.py`, since Django can
 be set up only once.
@@ -10,7 +10,6 @@ import html
 import re
 import secrets
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ from delaytasks.model.task import DelayedTask
 from delaytasks.operate.operations import OPERATIONS
 from delaytasks.runtime import runtime_of
 from tests.integration.operation_examples import EXAMPLES, Example, arrange, changes, state_of
-from tests.world.recording import runner_of, set_columns
+from tests.world.recording import runner_of
 
 delays = project_delays()
 console = make_console(delays, staff_viewer, secret_key="a secret")
@@ -148,20 +147,6 @@ def test_a_task_has_its_times_error_attempts_and_content_and_html_is_escaped() -
     assert HOSTILE not in viewer().get(TASKS).content.decode()
 
 
-def test_a_deferred_task_has_its_due_time_and_its_next_try() -> None:
-    task = delays.schedule_delay("fails", None, at=datetime(2031, 1, 2, 12, tzinfo=timezone.utc))
-    times = r'field-(due_at|next_try)".*?<div class="readonly">(.*?)</div>'
-
-    def shown() -> dict[str, str]:
-        page = text_of(operator().get(f"{TASKS}{task.id}/change/"))
-        return {name: text[:10] for name, text in re.findall(times, page, re.DOTALL)}
-
-    assert shown() == {"due_at": "2031-01-02", "next_try": "–"}
-    due = datetime(2030, 1, 2, 12, tzinfo=timezone.utc)
-    set_columns(runtime_of(delays).store, "tasks", {"id": task.id}, due_time=due)
-    assert shown() == {"due_at": "2030-01-02", "next_try": "2031-01-02"}
-
-
 def test_a_user_with_only_the_view_permission_sees_no_content_and_no_actions() -> None:
     task = delays.schedule_delay("mail", {"card": 4711}, 3600, meta={"tenant": "acme"})
     for page in (TASKS, f"{TASKS}{task.id}/change/"):
@@ -187,14 +172,10 @@ def test_filters_and_searches_find_tasks_page_by_page(monkeypatch: pytest.Monkey
     assert listed(client, "?o=4") == ["failed", "soon", "cancelled", "later"]
     assert listed(client, "?tag=fails.finally") == ["failed"]
     assert listed(client, "?status=NOT_COMPLETE&tag=mail") == ["later", "soon"]
-    for search in (str(soon.id), "order-7"):
-        assert listed(client, f"?q={search}") == ["soon"]
-    for search in ("TIMEOUT", "*Value*timeout*"):
-        assert listed(client, f"?q={search}") == ["failed"]
-    assert listed(client, "?q=order-8") == []
-    # A wrong value leads back to the page without filters.
-    for wrong in ("status=x", "tag=%00"):
-        assert client.get(f"{TASKS}?{wrong}").status_code == 302
+    searches = {str(soon.id): ["soon"], "order-7": ["soon"], "TIMEOUT": ["failed"], "order-8": []}
+    for search, found_bodies in searches.items():
+        assert listed(client, f"?q={search}") == found_bodies
+    assert client.get(f"{TASKS}?status=x").status_code == 302, "to the page without filters"
     monkeypatch.setattr(DelayTaskRowAdmin, "list_per_page", 2)
     query, seen = "?tag=mail", list[str]()
     while query:
@@ -241,19 +222,10 @@ def test_a_task_that_moved_after_the_question_is_left_as_it_is() -> None:
     delays.reschedule(task, 7200)
     confirm(client, task, asked_at)
     assert "0 tasks were cancelled. 1 moved in the meantime" in message_of(client)
-    assert status(task) is Status.NOT_COMPLETE
-
-
-def test_wrong_answers_change_nothing() -> None:
-    client, task = operator(), delays.schedule_delay("mail", {}, 3600)
     assert "Delay is a duration" in act(client, "reschedule", task, delay="soon")[1]
-    assert "Give a delay" in act(client, "reschedule", task)[1]
     for asked_at in ("", "x", "1"):
         assert confirm(client, task, asked_at).status_code == 302
-    answer = client.post(TASKS, {"action": "cancel", "_selected_action": "x", "index": "0"})
-    assert (answer.status_code, "Id is an integer" in message_of(client)) == (302, True)
-    assert client.get(f"{TASKS}x/change/").status_code == 302
-    assert delays.get(task).version == 0
+    assert (status(task), delays.get(task).version) == (Status.NOT_COMPLETE, 1)
 
 
 def test_no_row_can_be_written_even_where_the_model_is_registered_plainly() -> None:
@@ -275,24 +247,19 @@ def test_no_row_can_be_written_even_where_the_model_is_registered_plainly() -> N
 # -- the console ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", [None, {}, {"is_staff": True, "is_active": False}])
-def test_the_console_is_not_for_others_than_staff(flags: dict[str, bool] | None) -> None:
-    client = Client()
-    if flags is not None:
-        account = User.objects.create(username=secrets.token_hex(4))
-        client.force_login(account)
-        User.objects.filter(pk=account.pk).update(**flags or {"is_staff": False})
-    assert client.get("/console/").status_code == 401
-    assert client.get("/console/tasks").status_code == 401
-
-
-@pytest.mark.parametrize(("is_superuser", "role"), [(False, "view"), (True, "admin")])
-def test_staff_can_view_the_console_and_superusers_change_it(is_superuser: bool, role: str) -> None:
-    client = user(is_superuser=is_superuser)
-    text = text_of(client.get("/console/policies"))
-    assert f'<span class="chip">{role}</span>' in text
-    token = re.findall(r'name="csrf" value="([^"]+)"', text)[0]
-    data = {"csrf": token, "tag": "mail", "concurrency": "3"}
-    answer = client.post("/console/do/limit", data)
-    assert answer.status_code == (303 if is_superuser else 403)
-    assert len(delays.policies.list()) == int(is_superuser)
+def test_staff_can_view_the_console_and_superusers_change_it() -> None:
+    for account in (None, {"is_staff": False}, {"is_staff": True, "is_active": False}):
+        client = Client()
+        if account is not None:
+            of = User.objects.create(username=secrets.token_hex(4))
+            client.force_login(of)
+            User.objects.filter(pk=of.pk).update(**account)
+        assert client.get("/console/tasks").status_code == 401
+    for is_superuser, role, code in ((False, "view", 403), (True, "admin", 303)):
+        client = user(is_superuser=is_superuser)
+        text = text_of(client.get("/console/policies"))
+        assert f'<span class="chip">{role}</span>' in text
+        token = re.findall(r'name="csrf" value="([^"]+)"', text)[0]
+        data = {"csrf": token, "tag": "mail", "concurrency": "3"}
+        assert client.post("/console/do/limit", data).status_code == code
+        assert len(delays.policies.list()) == int(is_superuser)

@@ -6,11 +6,11 @@
 from datetime import timedelta
 from unittest import mock
 
-from django.db import IntegrityError, connection
+from django.db import IntegrityError
 from django.test import TestCase, override_settings
 from orders.models import Order  # type: ignore[import-not-found]
 
-from delaytasks import ConfigError, aschedule_delay, processor, schedule_delay
+from delaytasks import aschedule_delay, processor, schedule_delay
 from delaytasks.contrib.django.models import DelayTaskRow
 from delaytasks.testing import DelaysTester
 
@@ -49,14 +49,6 @@ class TestCaseTest(TestCase):
         self.delays.fast_forward("1m")
         order.refresh_from_db()
         assert order.status == "closed"
-
-    def test_the_refusal_of_earlier_tasks_names_the_database(self) -> None:
-        schedule_delay("order.close", {"order": 0}, 60)
-        with connection.cursor() as cursor:
-            long_ago = "2020-01-01 00:00:00.000000"
-            cursor.execute(f"UPDATE {DelayTaskRow._meta.db_table} SET create_time = '{long_ago}'")
-        with self.assertRaisesRegex(ConfigError, r"the database \w+:///\w+\S* has live"):
-            self.delays.run_due()
 
     def test_settings_may_be_overridden_and_checks_do_not_run_again(self) -> None:
         self.delays.stop()

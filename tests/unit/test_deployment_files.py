@@ -59,6 +59,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         assert lines
         for found in re.findall(r"/bin/((?:celery|delaytasks) [^;']+)", "\n".join(lines)):
             yield unit.name, shlex.split(found)
+    for line in (ROOT / "Procfile").read_text().splitlines():
+        yield "Procfile", shlex.split(line.partition(": ")[2])
     yield "Dockerfile", json.loads(instructions("CMD")[0])
 
 
