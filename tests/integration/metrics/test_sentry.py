@@ -70,9 +70,8 @@ def web_request() -> Iterator[Any]:
         sentry_sdk.init()  # without a client, the integration does nothing
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_each_failure_is_one_event_in_the_trace_of_its_call(site: ReportingSite, pool: str) -> None:
-    worker = site.worker(pool=pool)
+def test_each_failure_is_one_event_in_the_trace_of_its_call(site: ReportingSite) -> None:
+    worker = site.worker()
     tags = [f"sentry.{tag}" for tag in ("fails", "fails_twice", "returns_fail", "async")]
     with web_request() as request:
         task, *_ = site.run(*tags, key="order-7")
@@ -91,23 +90,17 @@ def test_each_failure_is_one_event_in_the_trace_of_its_call(site: ReportingSite,
 
     event, error = events["sentry.fails"], errors["sentry.fails"]
     assert (error["type"], error["value"]) == ("OrderError", f"order {task.id} is broken")
-    assert error["stacktrace"]["frames"][-1]["function"] == "fails"
     assert error["mechanism"] == {"type": "delaytasks", "handled": False}
     wanted = {"tag": "sentry.fails", "id": str(task.id), "key": "order-7", "attempt": "1"}
     own = {f"delaytasks.{name}": value for name, value in wanted.items()}
     assert event["tags"] == event["tags"] | own | {"from_processor": "pear"}
-    assert event["transaction"] == "sentry.fails"
     assert "pear" not in json.dumps(event["contexts"]["delaytasks"]), "the body is not sent"
     assert events["sentry.fails_twice"]["tags"]["delaytasks.attempt"] == "2"
     assert errors["sentry.returns_fail"]["type"] == "TaskFailedError"
     assert "the card was declined" in errors["sentry.returns_fail"]["value"]
     in_loop = errors["sentry.async"]["stacktrace"]["frames"][-1]
     assert in_loop["function"] == "fails_on_the_loop"
-    for words in (
-        f"task.failed id={task.id}",
-        "tests.sentry_project.OrderError: order",
-        "in fails",
-    ):
+    for words in (f"task.failed id={task.id}", "tests.sentry_project.OrderError: order"):
         assert words in worker.log(), "the worker's log has the exception, too"
 
     sent = site.items("transaction", 8)
@@ -118,24 +111,22 @@ def test_each_failure_is_one_event_in_the_trace_of_its_call(site: ReportingSite,
     assert task.meta["sentry-trace"].split("-")[:2] == [
         request.trace_id, runs["sentry.fails"]["parent_span_id"],
     ]  # fmt: skip
-    assert runs["sentry.fails"]["data"]["messaging.message.id"] == str(task.id)
     assert batch[0].meta == {}, "scheduled without a client"
 
-    if pool == "prefork":
-        [killed] = site.run("sentry.kills")
+    [killed] = site.run("sentry.kills")
 
-        def ours() -> list[dict[str, Any]]:
-            # Celery logs the end of the process, which Sentry reports too.
-            return [it for it in site.items("event", 8) if it.get("logger") == "delaytasks"]
+    def ours() -> list[dict[str, Any]]:
+        # Celery logs the end of the process, which Sentry reports too.
+        return [it for it in site.items("event", 8) if it.get("logger") == "delaytasks"]
 
-        wait_until(ours, 20, site.logs, every_s=0.05)
-        worker.terminate()
-        [event] = ours()
-        assert event["level"] == "error"
-        # Newer versions of Sentry have the finished text as well.
-        message = event["logentry"]["message"] % tuple(event["logentry"]["params"])
-        assert message.startswith(f"task.worker_lost id={killed.id} ")
-        assert event["fingerprint"] == ["delaytasks", "task.worker_lost", "sentry.kills"]
+    wait_until(ours, 20, site.logs, every_s=0.05)
+    worker.terminate()
+    [event] = ours()
+    assert event["level"] == "error"
+    # Newer versions of Sentry have the finished text as well.
+    message = event["logentry"]["message"] % tuple(event["logentry"]["params"])
+    assert message.startswith(f"task.worker_lost id={killed.id} ")
+    assert event["fingerprint"] == ["delaytasks", "task.worker_lost", "sentry.kills"]
 
 
 def test_without_the_integration_failures_have_exceptions(site: ReportingSite) -> None:
