@@ -98,7 +98,10 @@ def fill(delays: DelayTasks) -> None:
     delays.bulk.cancel(tag="feed.read", since=since, actor="maria")
     report_workers(delays)
     spread_failures(delays)
-    write_statistics(delays)
+    for ago in range(60):
+        runs = int(220 + 90 * math.sin(ago / 9)) - ago
+        failed, retried = max(6 - ago // 3, 0), ago % 4
+        write_runs(delays, "order.close", timedelta(minutes=ago), runs, failed, retried)
 
 
 def report_workers(delays: DelayTasks, busy: int = 1) -> None:
@@ -139,29 +142,19 @@ def add_hostile(delays: DelayTasks) -> None:
     write_runs(delays, HOSTILE, timedelta(minutes=3), 7, 2)
 
 
-def write_statistics(delays: DelayTasks) -> None:
-    """Write what workers would have counted in the last hour."""
-    for ago in range(60):
-        counts = RunCounts()
-        runs = int(220 + 90 * math.sin(ago / 9) + 17 * (ago % 5)) - ago
-        failed, retried = max(6 - ago // 3, 0), ago % 4
-        counts["done"] += runs - failed - retried
-        counts["failed"] += failed
-        counts["retried"] += retried
-        for number in range(runs):
-            slow = 0.9 if number % 60 == 0 and ago < 20 else 0.0
-            counts.add_run(0.004 + number % 7 * 0.001 + slow, 0.02)
-        write_counts(delays, "order.close", timedelta(minutes=ago), counts)
-
-
-def write_runs(delays: DelayTasks, tag: str, ago: timedelta, runs: int, failed: int = 0) -> None:
-    """Write what a worker would have counted in one minute of the past."""
-    counts = RunCounts()
-    for _ in range(runs):
-        counts.add_run(0.02, 0.3)
-    counts["done"] += runs - failed
+def write_runs(
+    delays: DelayTasks, tag: str, ago: timedelta, runs: int, failed: int = 0, retried: int = 0
+) -> None:
+    """Write what a worker would have counted in one minute of the past. One run of 60 is late."""
+    counts, runtime = RunCounts(), runtime_of(delays)
+    for number in range(runs):
+        counts.add_run(0.9 if number % 60 == 59 else 0.02, 0.3)
+    counts["done"] += runs - failed - retried
     counts["failed"] += failed
-    write_counts(delays, tag, ago, counts)
+    counts["retried"] += retried
+    with runtime.store.database.begin() as connection:
+        at = runtime.clock.now() - ago
+        statistics.write_counts(runtime.store, connection, {(tag, ""): counts}, at)
 
 
 def spread_failures(delays: DelayTasks) -> None:
@@ -213,14 +206,6 @@ class Site:
         for _, thread in self._begun.values():
             thread.join(10)
         self.delays.close()
-
-
-def write_counts(delays: DelayTasks, tag: str, ago: timedelta, counts: RunCounts) -> None:
-    """Write what a worker would have counted in one minute of the past."""
-    runtime = runtime_of(delays)
-    with runtime.store.database.begin() as connection:
-        at = runtime.clock.now() - ago
-        statistics.write_counts(runtime.store, connection, {(tag, ""): counts}, at)
 
 
 @contextmanager
