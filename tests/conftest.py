@@ -1,5 +1,5 @@
 """Services and databases for the tests: running, embedded or reported as missing, and cleaned up
-afterwards.
+afterwards. The option `-ra` of pytest lists why tests were skipped.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ import gc
 import os
 import sys
 import tempfile
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import pytest
 from sqlalchemy import delete
@@ -34,8 +33,6 @@ DATABASES = os.environ.get("DELAYTASKS_TEST_DATABASES", "postgresql psycopg mari
 DRIVER_FILES = ["async", "claims", "connections", "inserts", "outages", "settlements", "times"]
 DRIVER_FILES += ["transactions"]
 _IS_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
-_missing: dict[str, str] = {}
-_not_run: dict[str, set[str]] = defaultdict(set)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -106,21 +103,19 @@ def _needing(name: str) -> Iterator[None]:
     try:
         yield
     except servers.MissingServiceError as error:
-        _missing[name] = str(error)
-        raise _given_up(name) from None
+        reason = f"needs {name}, which is not available on this machine: {error}"
+    else:
+        return
+    give_up(reason)
 
 
-def _given_up(name: str) -> BaseException:
+def give_up(reason: str) -> NoReturn:
     """Skip the test on a developer's machine, but fail in CI, where a missing service must not go
     unnoticed.
     """
     if _IS_CI:
-        return pytest.fail.Exception(f"{_needs(name)}: {_missing[name]}", pytrace=False)
-    return pytest.skip.Exception(_needs(name))
-
-
-def _needs(name: str) -> str:
-    return f"needs {name}, which is not available on this machine"
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -342,14 +337,12 @@ def sqlite_path(tmp_path: Path) -> Callable[..., str]:
 @pytest.fixture
 def task_suite() -> Path:
     """The tests of Django's task backends, which `./dev test-django` and `./dev test-oldest`
-    download. Without a network, the test is listed as not run, in CI too."""
+    download. Without a network, the test is skipped, in CI too."""
     folder = os.environ.get("DELAYTASKS_TEST_TASK_SUITE")
     if folder is None:
         pytest.skip("`./dev test-django` and `./dev test-oldest` run this test")
     if not (ROOT / folder).is_dir():
-        name = "the tests of django-tasks"
-        _missing[name] = f"they could not be downloaded into {folder}"
-        pytest.skip(_needs(name))
+        pytest.skip(f"the tests of django-tasks could not be downloaded into {folder}")
     return ROOT / folder
 
 
@@ -359,38 +352,3 @@ def web() -> Iterator[WebServer]:
     server = WebServer()
     yield server
     server.close()
-
-
-# -- skipped tests -----------------------------------------------------------------------------
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    outcome: Any = yield
-    report = outcome.get_result()
-    if report.when != "teardown" and report.outcome != "passed":
-        # With several processes, the report is the only object that reaches the one that prints the
-        # summary.
-        report.lacked = {
-            name: why for name, why in _missing.items() if _needs(name) in str(report.longrepr)
-        }
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    for name, why in getattr(report, "lacked", {}).items():
-        _missing[name] = why
-        _not_run[name].add(report.nodeid)
-
-
-@pytest.hookimpl(hookwrapper=True, tryfirst=True)
-def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
-    """List the skipped tests by name at the end of the output."""
-    yield
-    if not _not_run:
-        return
-    terminalreporter.section("not run on this machine", yellow=True)
-    for name, tests in sorted(_not_run.items()):
-        files = Counter(test.partition("::")[0] for test in tests)
-        terminalreporter.write_line(f"{name}: {len(tests)} tests; {_missing[name]}")
-        for file, count in sorted(files.items()):
-            terminalreporter.write_line(f"    {file}: {count}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import getpass
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -208,7 +209,7 @@ class Services:
         """Return the URL of `postgresql`, `mysql`, `redis` or `rabbitmq`, looked up once."""
         if name not in self._found:
             try:
-                self._found[name] = getattr(self, f"_{name}")()
+                self._found[name] = self._look_up(name)
             except MissingServiceError as error:
                 self._found[name] = error
         found = self._found[name]
@@ -222,47 +223,44 @@ class Services:
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _postgresql(self) -> str:
-        logins = (getpass.getuser(), "postgres", "postgres:postgres")
-        usual = [f"postgresql+psycopg2://{login}@127.0.0.1:5432/postgres" for login in logins]
-        url, why = _first_database("DELAYTASKS_TEST_POSTGRESQL_URL", usual, "postgresql+psycopg2")
-        return url or self._embedded(PostgresServer, why)
-
-    def _mysql(self) -> str:
-        usual = [f"mysql+pymysql://{login}@127.0.0.1:3306/" for login in ("root", "root:root")]
-        url, why = _first_database("DELAYTASKS_TEST_MYSQL_URL", usual, "mysql+pymysql")
-        if url is None:
-            raise MissingServiceError(f"{why}, and none is embedded: set DELAYTASKS_TEST_MYSQL_URL")
-        return url
-
-    def _redis(self) -> str:
-        # Not database 0, which other programs may use. Tests also prefix their keys.
-        url = os.environ.get("DELAYTASKS_TEST_REDIS_URL", "redis://127.0.0.1:6379/9")
-        if redis_answers(url):
-            return url
-        return self._embedded(RedisServer, f"nothing answers at {_shown(url)}")
-
-    def _rabbitmq(self) -> str:
-        url = os.environ.get("DELAYTASKS_TEST_RABBITMQ_URL", "amqp://guest:guest@127.0.0.1:5672//")
-        try:
-            with Connection(url, connect_timeout=3) as connection:
-                connection.ensure_connection(max_retries=1, interval_start=0, timeout=3)
-        except Exception as error:
-            raise MissingServiceError(
-                f"nothing answers at {_shown(url)} ({_short(error)}); there is no embedded one: "
-                "set DELAYTASKS_TEST_RABBITMQ_URL"
-            ) from None
-        return url
-
-    def _embedded(self, kind: type[PostgresServer | RedisServer], reason: str) -> str:
+    def _look_up(self, name: str) -> str:
+        variable, reason = f"DELAYTASKS_TEST_{name.upper()}_URL", ""
+        given = os.environ.get(variable)
+        for url in USUAL[name] if given is None else [with_driver(given)]:
+            if not (refusal := _refusal(url)):
+                return url
+            reason = f"nothing answers at {_shown(url)} ({refusal})"
+        if name not in ("postgresql", "redis"):
+            raise MissingServiceError(f"{reason}, and none is embedded: set {variable}")
         # Not pytest's folder, which the user nobody cannot enter.
         self._folders.append(Path(tempfile.mkdtemp(prefix="dt_test_")))
         try:
-            server = kind(self._folders[-1])
+            kind: Any = RedisServer if name == "redis" else PostgresServer
+            server: Server = kind(self._folders[-1])
         except MissingServiceError as error:
             raise MissingServiceError(f"{reason}, and {error}") from None
         self._servers.append(server)
         return server.url
+
+
+#: The usual addresses of running services.
+USUAL: dict[str, list[str]] = {
+    "postgresql": [
+        f"postgresql+psycopg2://{login}@127.0.0.1:5432/postgres"
+        for login in (getpass.getuser(), "postgres", "postgres:postgres")
+    ],
+    "mysql": [f"mysql+pymysql://{login}@127.0.0.1:3306/" for login in ("root", "root:root")],
+    # Not database 0, which other programs may use. Tests also prefix their keys.
+    "redis": ["redis://127.0.0.1:6379/9"],
+    "rabbitmq": ["amqp://guest:guest@127.0.0.1:5672//"],
+}
+
+
+def with_driver(url: str) -> str:
+    """Return the URL of a database with the driver of the tests."""
+    drivers = {"postgresql": "postgresql+psycopg2", "mysql": "mysql+pymysql"}
+    driver = drivers.get(re.split(r"\W", url)[0].replace("mariadb", "mysql"))
+    return url if driver is None else re.sub(r"^[^:]*", driver, url)
 
 
 @contextmanager
@@ -275,27 +273,20 @@ def _connected(url: str, **options: Any) -> Iterator[SQLConnection]:
         engine.dispose()
 
 
-def _first_database(variable: str, usual: list[str], driver: str) -> tuple[str | None, str]:
-    given = os.environ.get(variable)
-    urls = usual
-    if given is not None:
-        urls = [make_url(given).set(drivername=driver).render_as_string(hide_password=False)]
-    reason = ""
-    for url in urls:
-        reason = _refusal(url)
-        if not reason:
-            return url, ""
-    where = variable if given is not None else _shown(urls[0])
-    return None, f"nothing answers at {where} ({reason})"
-
-
 def _refusal(url: str) -> str:
-    """Return why this database is unusable, or an empty string."""
+    """Return why this service is unusable, or an empty string."""
     try:
-        with _connected(url, connect_args={"connect_timeout": 3}) as connection:
-            connection.execute(text("SELECT 1"))
+        if url.startswith("redis"):
+            return "" if redis_answers(url) else "no answer"
+        if url.startswith("amqp"):
+            with Connection(url, connect_timeout=3) as connection:
+                connection.ensure_connection(max_retries=1, interval_start=0, timeout=3)
+        else:
+            with _connected(url, connect_args={"connect_timeout": 3}) as database:
+                database.execute(text("SELECT 1"))
     except Exception as error:
-        return _short(error)
+        said = str(getattr(error, "orig", None) or error).strip().splitlines()
+        return (said or [type(error).__name__])[0][:160]
     return ""
 
 
@@ -334,11 +325,6 @@ def redis_program() -> str | None:
         return None
     program = Path(found.origin).parent / "bin" / "redis-server"
     return str(program) if os.access(program, os.X_OK) else None
-
-
-def _short(error: Exception) -> str:
-    lines = str(getattr(error, "orig", None) or error).strip().splitlines()
-    return (lines or [type(error).__name__])[0][:160]
 
 
 def _shown(url: str) -> str:

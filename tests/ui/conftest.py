@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import give_up
 from tests.ui.chromium import MODES, chromium, find_chromium, watched
 from tests.ui.console_site import Site, fill, make_delays, report_workers, served
 
@@ -58,10 +58,7 @@ def browser() -> Iterator[Any]:
     pytest.importorskip("playwright.sync_api")
     program = find_chromium()
     if program is None:
-        reason = "needs chromium: there is none on the PATH"
-        if os.environ.get("CI", "").lower() in ("1", "true", "yes"):
-            pytest.fail(reason, pytrace=False)
-        pytest.skip(reason)
+        give_up("needs chromium: there is none on the PATH")
     with chromium(program) as started:
         yield started
 
