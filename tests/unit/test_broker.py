@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from queue import Empty
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from amqp.exceptions import PreconditionFailed
@@ -24,46 +21,27 @@ from tests.waiting import wait_until
 from tests.world.messages import connect_in_background
 from tests.world.recording import ManualTime, delays_on
 
-# -- The event loop of a worker runs while it connects --------------------------------------------
-
-
-class HubPool:
-    """Registers a timer, as Celery's prefork pool does."""
-
-    ticked = 0
-
-    def register_with_event_loop(self, hub: Hub) -> None:
-        hub.call_repeatedly(0.01, self.tick)
-
-    def tick(self) -> None:
-        self.ticked += 1
-
-
-class BrokenPool:
-    def register_with_event_loop(self, hub: Hub) -> None:
-        raise OSError("no pipe")
-
 
 def test_the_event_loop_runs_during_a_long_connect_and_is_unchanged_afterwards() -> None:
-    hub, pool, is_over = Hub(), HubPool(), threading.Event()
+    hub, ticks, is_over = Hub(), list[int](), threading.Event()
+    pool, broken = Mock(), Mock()
+    # Celery's prefork pool registers timers, too.
+    pool.register_with_event_loop = lambda hub: hub.call_repeatedly(0.01, ticks.append, 1)
+    broken.register_with_event_loop.side_effect = OSError("no pipe")
 
     def transports() -> None:
         raise AssertionError("a transport's callback is not called meanwhile")
 
     hub.on_tick.add(transports)
     with closing(hub):
-        ticks = connect_in_background(
-            hub, pool, lambda: wait_until(lambda: pool.ticked, 10, "a turn of the event loop")
+        assert connect_in_background(
+            hub, pool, lambda: wait_until(lambda: ticks, 10, "a turn of the event loop")
         )
-        assert ticks
         assert all(scheduled.entry.canceled for scheduled in hub.timer.queue)
         with pytest.raises(OSError, match="no pipe"):
-            connect_in_background(hub, BrokenPool(), lambda: is_over.wait(30))
+            connect_in_background(hub, broken, lambda: is_over.wait(30))
         is_over.set()
         assert hub.on_tick == {transports}
-
-
-# -- if a broker refuses one queue, it still receives the messages of the others ------------------
 
 
 def test_a_refused_queue_is_tried_again_after_its_pause_and_reported_once(
@@ -106,47 +84,6 @@ def test_a_refused_queue_is_tried_again_after_its_pause_and_reported_once(
 
 def files_url(folder: Path) -> str:
     return f"delaytasks-files://localhost/{folder}"
-
-
-@pytest.fixture
-def channel(tmp_path: Path) -> Iterator[Any]:
-    with Connection(files_url(tmp_path)) as connection:
-        yield connection.channel()
-
-
-@pytest.mark.parametrize("where", ["environment", "celeryconfig", ""])
-def test_the_standalone_app_uses_files_unless_a_broker_is_given(where: str, tmp_path: Path) -> None:
-    environ = {**os.environ, "PYTHONPATH": os.getcwd()}
-    environ.pop("CELERY_BROKER_URL", None)
-    if where == "environment":
-        environ["CELERY_BROKER_URL"] = "redis://given:1/0"
-    elif where:
-        (tmp_path / "celeryconfig.py").write_text("broker_url = 'redis://given:1/0'\n")
-    command = [
-        sys.executable,
-        "-c",
-        "from delaytasks.celery import app; print(app.conf.broker_url)",
-    ]
-    said = subprocess.check_output(command, cwd=tmp_path, env=environ, text=True)
-    assert said.strip() == ("redis://given:1/0" if where else files_url(tmp_path / ".delaytasks"))
-    assert not (tmp_path / ".delaytasks").exists()
-
-
-def test_bindings_are_made_and_deleted_one_by_one(channel: Any, tmp_path: Path) -> None:
-    longest = f"delaytasks.{'q' * 100}"
-    for queue in ("first", longest, longest):
-        channel._queue_bind("news/..", queue, None, queue)
-    assert {row.queue for row in channel.get_table("news/..")} == {"first", longest}
-    channel._put("first", {})
-    channel._delete("first", "news/..", "first", None, "first")
-    assert [tuple(row) for row in channel.get_table("news/..")] == [(longest, "", longest)]
-    assert channel._size("first") == 0
-    shutil.rmtree(tmp_path / "broker")
-    with Connection(files_url(tmp_path)) as other:
-        other.channel()._put("other", {})  # makes the folder first
-    with pytest.raises(Empty):
-        channel._get(longest)
-    assert [row.queue for row in channel.get_table("news/..")] == [longest], "it is made again"
 
 
 #: This program prints the messages that it receives until the message is "stop".

@@ -10,7 +10,6 @@ from functools import partial
 from threading import Barrier
 from traceback import extract_tb
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from celery import current_task, signals
@@ -19,7 +18,7 @@ from celery.exceptions import Ignore, Reject
 from celery.exceptions import Retry as CeleryRetry
 
 from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, Snooze
-from tests.world import World
+from tests.world import Monitor, World
 
 #: The options of a processor in each way of calling it.
 MODES: dict[str, Any] = {"single": {}, "batch": {"batch": 10}, "thread": {"in_flight": 5}}
@@ -172,15 +171,15 @@ def test_a_failure_is_sent_while_it_is_handled(world: World, sent: Signals, outc
 def test_signals_have_the_outcome(world: World, sent: Signals, outcome: str, mode: str) -> None:
     ends, is_last, signal, status = OUTCOMES[outcome]
     world.delays.processor("one", retries="1h", **MODES[mode])(lambda given: ends())
-    watcher = Mock()
-    world.worker(watcher=watcher)
+    heard = Monitor(world)
     tasks = [world.schedule("one", number) for number in range(3)]
     for task in tasks:
         world.change(task, runs=int(is_last))
     world.run(*tasks)
     assert world.statuses(tasks) == [status] * 3
     assert sent.names(*tasks) == [signal] * 3
-    assert {call.args[0].task.id for call in watcher.ended.mock_calls} == {t.id for t in tasks}
+    shown = {heard.task(task, attempt=1 + is_last).state for task in tasks}
+    assert shown == {STATES[signal]}, "what Flower shows"
     called = tasks[:1] if mode == "batch" else tasks
     began = [id for name, id, _ in sent if name == "prerun"]
     assert sorted(began) == sorted(task.id for task in called)

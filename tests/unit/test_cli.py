@@ -7,21 +7,17 @@ import json
 import os
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
-from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from delaytasks.cli import context, output, up
-from delaytasks.cli.main import delays, main
+from delaytasks.cli.main import main
 from delaytasks.model import errors
 from delaytasks.model.text import TABLES_REMEDY
 from tests.doc_commands import check_ours
@@ -29,7 +25,6 @@ from tests.waiting import wait_until
 from tests.world import MonkeyPatch
 
 HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] :smile: \r\n\u202eforged line\x9b1m"
-NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
 
 
 class Terminal(io.StringIO):
@@ -86,28 +81,6 @@ def test_each_help_explains_its_options_and_has_valid_examples(path: str) -> Non
             words = words[words.index("delays") + 1 :]
         assert check_ours(words, shlex.join(words)) is command
     assert found
-
-
-def test_celery_offers_the_same_commands() -> None:
-    assert [path for path, _ in commands(delays)] == [*COMMANDS]
-
-
-def test_the_version_is_printed() -> None:
-    shown = CliRunner().invoke(main, ["--version"])
-    assert (shown.exit_code, shown.output.startswith("delaytasks ")) == (0, True)
-
-
-def completed(*words: str) -> list[str]:
-    *before, incomplete = words
-    shell = ShellComplete(main, {}, "delaytasks", "_DELAYTASKS_COMPLETE")
-    return [item.value for item in shell.get_completions(before, incomplete)]
-
-
-def test_commands_options_and_values_are_completed() -> None:
-    assert completed("re") == ["recurring", "rerun", "reschedule", "resume"]
-    assert completed("-A", "shop", "db", "up") == ["upgrade"]
-    assert completed("status", "--ah") == ["--ahead"]
-    assert [*map(str.upper, completed("list", "--status", "FA"))] == ["FAILED"]
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -175,34 +148,6 @@ def test_a_piped_table_has_one_plain_line_for_each_row_and_leaves_out_nothing() 
     assert output.text_of([output.Table("check,facts", rows, "facts")]).endswith(rows[0][1])
 
 
-def test_a_table_of_objects_has_their_fields_as_people_read_them() -> None:
-    queue = SimpleNamespace(name="mail", is_paused=True, late_s=90.2, ids=(1, 2), rows=1234)
-    made: output.Made = {"state": lambda each: ("waits", "red")}
-    columns = "queue=name,paused=is_paused,by=late_s,ids,rows,state"
-    document = {**vars(queue), "is_paused": False, "late_s": None}
-    shown = output.text_of([output.Table.of(columns, [queue, document], made)]).splitlines()
-    assert [line.split() for line in shown] == [
-        ["queue", "paused", "by", "ids", "rows", "state"],
-        ["mail", "yes", "1m30s", "1,", "2", "1,234", "waits"],
-        ["mail", "-", "-", "1,", "2", "1,234", "waits"],
-    ]
-
-
-@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
-def test_a_terminal_breaks_no_tag_and_prints_errors_below_their_rows(
-    begin_terminal: Callable[[int], None], width: int
-) -> None:
-    begin_terminal(width)
-    shown = table("ValueError: the customer has no address")
-    lines = click.unstyle(shown).splitlines()
-    assert all(len(line) <= width for line in lines)
-    assert sum("newsletter.send" in line for line in lines) == 2
-    assert lines[2] == lines[4] == "    ValueError: the customer has no address"
-    assert "error" not in lines[0]
-    assert "\x1b[31mValueError" in shown
-    assert ("queue" in lines[0]) is (width >= 100), "a narrow terminal leaves out columns"
-
-
 def test_a_terminal_folds_a_long_tag_and_interprets_nothing_in_it(
     begin_terminal: Callable[[int], None],
 ) -> None:
@@ -212,19 +157,6 @@ def test_a_terminal_folds_a_long_tag_and_interprets_nothing_in_it(
     assert lines[1].startswith("912516417671247403  NOT_COMPLETE  ttt")
     assert r"\x1b[31mred" in "".join(line.strip().split()[0] for line in lines[2:])
     assert not any("- " in line for line in lines), "a row without an error has no line below"
-
-
-TRACEBACK = (
-    'Traceback (most recent call last):\n  File "a.py", line 8, in bad\n    raise\n'
-    "ValueError: boom\nsecond line\n"
-)
-
-REASONS = {TRACEBACK: "ValueError: boom", "gave up": "gave up", "": "-", "  indented": "indented"}
-
-
-@pytest.mark.parametrize(("error", "shown"), [*REASONS.items(), (None, "-")])
-def test_the_reason_is_the_first_line_after_the_frames(error: str | None, shown: str) -> None:
-    assert output.reason(error) == shown
 
 
 HINTS = {
@@ -289,12 +221,6 @@ os.kill(os.getpid(), signal.SIGKILL)
         return not stat.exists() or "Z" in stat.read_text().split(")")[1].split()[0]
 
     wait_until(has_ended, 5, "the process that it has left to end")
-
-
-def test_flower_and_the_console_choose_different_ports(monkeypatch: MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as used:
-        first = used.getsockname()[1]
-        assert up._free_port(first) not in (first, up._free_port(first + 1))
 
 
 def test_a_log_line_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,20 +35,10 @@ from tests.world.recording import ManualClock, delays_on
 # -- client ---------------------------------------------------------------------------------------
 
 
-ROOT = Path(__file__).parents[2]
-
-
-def public_names() -> set[str]:
-    instance: Any = object.__new__(DelayTasks)
-    instance.__init__(None)
-    return {name for name in dir(instance) if not name.startswith("_")}
-
-
 def is_twin(member: Any) -> bool:
     return inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)
 
 
-TWINS = {name for name, _ in inspect.getmembers(DelayTasks, is_twin)}
 #: The public methods that wait for nothing, and `result`, whose twin occupies no thread.
 WITHOUT_TWIN = {"new_id", "processor", "transaction", "result"}
 
@@ -127,12 +117,6 @@ def test_a_call_that_blocks_the_event_loop_warns(delays: DelayTasks) -> None:
     assert len(delays.find()) == 3
 
 
-def test_the_reference_lists_each_public_name() -> None:
-    page = (ROOT / "docs" / "reference.md").read_text()
-    members = page.partition("::: delaytasks.DelayTasks\n")[2].partition("\n\n")[0]
-    assert set(re.findall(r"- (\w+)$", members, re.MULTILINE)) == public_names() - TWINS
-
-
 # -- the functions of the package -----------------------------------------------------------------
 
 #: The beginning of a script, in an empty folder, that calls the functions of the package.
@@ -206,17 +190,6 @@ current_app.main  # Celery makes an app of its own
 print(delaytasks.current_delays() is __import__("delaytasks.celery", fromlist=["delays"]).delays)
 """
     assert run(code) == ["True"]
-
-
-def test_processors_that_no_app_would_serve_are_refused_with_the_remedy(run: Run) -> None:
-    code = """
-delaytasks.processor("order.close")(lambda body: None)
-try:
-    delaytasks.DelayTasks(Celery("shop"))
-except delaytasks.ConfigError as error:
-    print(error)
-"""
-    assert re.search("before DelayTasks.*: order.close; import their modules", "".join(run(code)))
 
 
 # -- task options ---------------------------------------------------------------------------------

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import pickle
-import stat
 import time
 from contextlib import nullcontext
 from datetime import datetime, timedelta, timezone
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import example, given
@@ -27,9 +26,10 @@ from delaytasks.db.schema import BODY, RESULT
 from delaytasks.model import body as body_json
 from delaytasks.model import clock
 from delaytasks.model.body import Cipher, dump_json, key_name
-from delaytasks.model.inputs import parse_duration, parse_instant, show_duration
+from delaytasks.model.inputs import parse_instant, show_duration
 from delaytasks.model.text import Secret, mask_secret, mask_url, one_line, storable
 from delaytasks.operate import texts
+from delaytasks.operate.operations import OPERATIONS
 from delaytasks.operate.texts import show_from_now, show_instant
 from delaytasks.run.runner import FailureReason
 from tests.fuzzing import fuzz, json_like
@@ -107,13 +107,6 @@ def test_a_duration_is_shown_by_its_two_largest_units() -> None:
     assert measured == ["–", "0", "12ms", "1.5s", "1m30s"]
 
 
-@given(st.integers(0, 10**9))
-def test_a_shown_duration_can_be_typed_again(seconds: int) -> None:
-    again = parse_duration(show_duration(seconds)).total_seconds()
-    # The omitted rest is less than one of the second unit. For example, 1w omits less than a day.
-    assert again <= seconds <= again * 8 / 7
-
-
 def test_the_monotonic_clock_continues_during_a_suspension(monkeypatch: MonkeyPatch) -> None:
     """A lease ends by the database's clock, which goes on."""
     monkeypatch.setattr(time, "clock_gettime", {7: 3605.0}.__getitem__)
@@ -121,6 +114,15 @@ def test_the_monotonic_clock_continues_during_a_suspension(monkeypatch: MonkeyPa
     assert clock.monotonic() == 3605.0
     monkeypatch.setattr(clock, "_BOOTTIME", None)
     assert clock.monotonic() != 3605.0, "the next best clock, where there is no such clock"
+
+
+def test_the_fields_of_a_form_become_arguments_by_the_zone_of_the_viewer() -> None:
+    fields = {"tag": " a ", "at": "2030-01-31T18:00", "meta": "t=acme\r\np=pro\r\n", "key": ""}
+    at, meta = datetime(2030, 1, 31, 17, tzinfo=timezone.utc), {"t": "acme", "p": "pro"}
+    parsed = OPERATIONS["schedule"].parse(fields, ZoneInfo("Europe/Berlin"))
+    assert parsed == {"tag": "a", "at": at, "meta": meta}
+    with invalid("at"):
+        OPERATIONS["schedule"].parse({"at": "2030-01-31T18:00"})
 
 
 # -- JSON text is the same for each reader, with and without orjson -------------------------------
@@ -403,21 +405,6 @@ def test_an_error_names_its_number_and_no_values(failure: Any) -> None:
     assert WORD not in f"{failure.orig!s} {failure.orig!r}"
 
 
-# -- the file of an SQLite database ---------------------------------------------------------------
-
-
-def test_a_missing_file_is_an_error_and_made_for_its_owner(tmp_path: Path) -> None:
-    path = tmp_path / "a file.sqlite3"
-    database = Database(f"sqlite:///{path}")
-    with pytest.raises(e.StoreError, match=r"there is no database .*a file"):
-        database.autocommitted(lambda c: c.exec_driver_sql("SELECT 1"))
-    assert not path.exists()
-    engines.create_sqlite_file(database.url)
-    database.autocommitted(lambda c: c.exec_driver_sql("CREATE TABLE t (a)"))
-    database.dispose()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
 # -- arbitrary durations, headers, versions and values are kept or refused ------------------------
 
 
@@ -485,15 +472,3 @@ def test_a_version_begins_at_0_after_its_range(world: World, version: int, next_
     world.change(task, version=version)
     assert [world.delays.reschedule(task.id, 0).version for _ in next_ones] == next_ones
     assert world.read(task).version == next_ones[-1]
-
-
-CALLS: list[tuple[dict[str, Any], str]] = [
-    ({"body": {"o": object()}}, r"\$\.o: object cannot be expressed in JSON; convert it first"),
-    ({"key": 7}, r"key is a string, such as str\(order.id\), not int$"),
-]
-
-
-@pytest.mark.parametrize(("call", "remedy"), CALLS)
-def test_a_usual_wrong_type_is_refused_with_a_remedy(world: World, call: Any, remedy: str) -> None:
-    with pytest.raises(e.InvalidInputError, match=remedy):
-        world.schedule(**call)

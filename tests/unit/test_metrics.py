@@ -7,21 +7,18 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from delaytasks import StoreUnavailableError
 from delaytasks.events import Events
 from delaytasks.operate import metrics as prometheus
-from delaytasks.operate.metrics import FAULT_EVENTS, REST_S, DatabaseMetrics, MetricsEndpoint
+from delaytasks.operate.metrics import FAULT_EVENTS, MetricsEndpoint
 from delaytasks.operate.monitoring import read_file
 from delaytasks.operate.serving import SharedCache
 from delaytasks.settings import Address
 from tests.services import free_port
 from tests.waiting import wait_until
-from tests.world import World
 from tests.world.recording import ManualTime
 
 # -- the port of a worker's metrics ---------------------------------------------------------------
@@ -83,24 +80,6 @@ def test_a_value_that_was_read_slowly_is_kept_longer(
     for later_s, found in ((0, 1), (kept_s - 0.01, 1), (0.02, 2)):
         time.at += later_s
         assert shared.get("numbers", 4.0, read, has_failed=lambda _: has_failed) == found
-
-
-def test_a_database_that_was_down_is_read_again_soon(
-    world: World, monkeypatch: pytest.MonkeyPatch, time: ManualTime
-) -> None:
-    reads: list[float] = []
-
-    def read(*_: Any) -> Any:
-        reads.append(time.at)
-        time.at += 5
-        raise StoreUnavailableError("down")
-
-    monkeypatch.setattr(prometheus, "DeploymentState", read)
-    source = DatabaseMetrics(world.runtime)
-    for _ in range(7):
-        source.collect()
-        time.at += 1
-    assert [at - reads[0] for at in reads] == [0, 5 + REST_S]
 
 
 def test_threads_that_wait_get_the_error_of_the_first(time: ManualTime) -> None:

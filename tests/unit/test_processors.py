@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import pickle
@@ -45,19 +44,6 @@ def test_a_handle_looks_like_its_function_and_is_called_and_pickled_like_it() ->
     assert list(inspect.signature(close_order).parameters) == ["body", "task"]
     assert repr(close_order) == f"<Processor 'module.close': {__name__}.close_order>"
     assert pickle.loads(pickle.dumps(close_order)) is close_order
-
-
-def test_handles_of_coroutines_and_batches_can_be_called() -> None:
-    @delays.processor("module.ask")
-    async def ask(body: int) -> int:
-        return body + 1
-
-    assert asyncio.run(ask(1)) == 2
-    if sys.version_info >= (3, 12):
-        assert inspect.iscoroutinefunction(ask)
-    assert (
-        delays.processor("module.store", batch=10)(lambda bodies, tasks: len(bodies))([1], []) == 1
-    )
 
 
 def test_a_processor_runs_the_rows_of_its_tags_and_its_former_tags(world: World) -> None:
@@ -185,9 +171,7 @@ class Methods:
 
 REFUSED: dict[str, Callable[..., Any]] = {
     "coroutine of the old kind": old_coroutine,
-    "generator": generator,
     "partial of an async generator": functools.partial(async_generator),
-    "bound method": Methods().__call__,
     "callable object": Methods(),
     "callable object, async": type("Called", (), {"__call__": Methods.asynchronous})(),
 }
@@ -204,16 +188,6 @@ def test_a_generator_function_is_no_processor(name: str) -> None:
         delays.schedule_delay("lazy", {}, 5)
 
 
-def test_an_async_method_of_a_callable_object_runs(world: World) -> None:
-    class Works:
-        async def __call__(self, body: Any) -> None:
-            world.notes.append(body)
-
-    world.delays.processor("object")(Works())
-    world.run(world.schedule("object", 1))
-    assert world.notes == [1]
-
-
 class Awaitable:
     def __await__(self) -> Iterator[Any]:
         yield from ()
@@ -225,10 +199,8 @@ async def returns_a_generator(body: Any) -> Any:
 
 UNRUN: dict[str, Callable[[Any], Any]] = {
     "generator": lambda body: generator(body),
-    "generator expression": lambda body: (each for each in [body]),
     "async generator": lambda body: async_generator(body),
     "map": lambda body: map(print, [body]),
-    "filter": lambda body: filter(print, [body]),
     "awaitable": lambda body: Awaitable(),
     "coroutine of the old kind": lambda body: old_coroutine(body),
     "a generator, from a coroutine": returns_a_generator,
@@ -281,19 +253,6 @@ def test_a_retry_delay_varies_within_its_share(variation: float, failures: int) 
     assert delay * (1 - variation) - 1e-6 <= min(waits) <= max(waits)
     assert max(waits) <= delay * (1 + variation) + 1e-6
     assert len(waits) > 10 or variation < 1e-6
-
-
-def refused(retries: Any) -> None:
-    delays.processor("refused", retries=retries)(lambda body: None)
-
-
-@pytest.mark.parametrize("retry", [True, False, 0, -1, 1.5, 1001, object(), b"15s"])
-def test_an_invalid_number_of_retries_is_refused_with_the_remedy(retry: Any) -> None:
-    for retries in (retry, {ValueError: retry}):
-        with invalid("retry_delays" if retry == b"15s" else "retries", match="15s 3m"):
-            refused(retries)
-    with invalid("retry_delays", match="15s 3m"):
-        RetrySchedule(retry)
 
 
 BY_ERROR: Any = {OSError: "10s", ConnectionError: "20s", ValueError: None, Exception: "30s"}

@@ -41,6 +41,12 @@ def methods() -> list[str]:
     return sorted(names - twins)
 
 
+def test_the_reference_lists_each_public_name() -> None:
+    page = (ROOT / "docs/reference.md").read_text()
+    members = page.partition("::: delaytasks.DelayTasks\n")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"- (\w+)$", members, re.MULTILINE)) == methods()
+
+
 TERMS = ROOT / "docs/tables-and-terms.md"
 #: What is counted, its names, and the most of them.
 LIMITS: list[tuple[str, Callable[[], Collection[str]], int]] = [

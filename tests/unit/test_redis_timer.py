@@ -1,6 +1,7 @@
-"""The Redis timer, and a worker that takes its entries from Redis, whose chunks the test ends.
+"""The Redis timer, what strangers write into its Redis, and a worker that takes its entries there.
 
-The model of tests/property/test_redis_timer.py and the simulation cover dead pollers and outages.
+The model of tests/property/test_redis_timer.py and the simulation cover dead pollers and outages,
+and how soon a worker notices new entries, queues and losses.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.waiting import wait_until
-from tests.world import MakeWorld
+from tests.world import Entry, MainProcess, MakeWorld
 from tests.world.recording import RedisTimerHarness as Bench
-from tests.world.redis_worker import RedisWorker
 
 
 @pytest.fixture
@@ -56,49 +57,26 @@ def test_a_key_of_another_type_counts_as_an_outage(bench: Bench, part: str) -> N
     assert bench.take_ids() == [1]
 
 
-@pytest.fixture
-def post(make_world: MakeWorld, redis_url: str) -> Iterator[RedisWorker]:
-    with closing(RedisWorker(make_world, redis_url)) as post:
-        yield post
-
-
-def test_a_worker_notices_new_entries_queues_and_losses(post: RedisWorker) -> None:
-    post.arm(range(1, 201))
-    post.start()
-    wait_until(lambda: post.here() >= 40 and post.left()[1] == 0, 5, "the first ones")
-    assert post.here() < 50, "one more of each slot at most"
-    assert post.left() == (200 - post.here(), 0)
-    assert sorted(post.end_all(200)) == list(range(1, 201))
-    wait_until(lambda: post.left() == (0, 0), 5, "the last ones to be deleted")
-
-    garbage: list[Any] = [b"", b"x", b"nobody 5", b"\xff\xff", b"a b c"]
-    garbage += [f"{post.slot_name} {time}" for time in ("soon", "nan", "-inf")]
-    for other in garbage:
-        wait_until(lambda other=other: post.publish(other), 5, "the listener")  # type: ignore[misc]
-    refused = "message.refused"
-    wait_until(lambda: post.world.count(refused) == len(garbage), 5, "all of it to be refused")
-    post.arms_again.reset_mock()
-    post.arm(range(201, 202))
-    wait_until(lambda: post.here() == 1, 5, "the entry, long before the next look at everything")
-    assert not post.world.told("loop.failed")
-
-    post.arm(range(202, 203), queue="mail")
-    post.processes.queues = ["default", "mail"]
-    wait_until(lambda: post.here() == 2, 5, "what waits in the other queue")
-    post.arm(range(203, 204), queue="mail")
-    wait_until(lambda: post.here() == 3, 5, "what comes later")
-    post.lose_slots()
-    post.arms_again.reset_mock()
-    post.arm(range(204, 205), 100)
-    wait_until(lambda: post.arms_again.called, 5, "the loss to be noticed by the next entry")
-
-
-def test_redis_is_not_read_repeatedly_while_nothing_is_due(post: RedisWorker) -> None:
-    post.start()
-    wait_until(lambda: post.reads, 5, "the first looks")
-    post.arm(range(1, 2), 0.5)
-    wait_until(lambda: post.here() == 1, 5, "the entry")
-    assert len(post.reads) < 10, "at the start, when it listens, after a loss, and when one is due"
-    wait_until(lambda: post.left() == (0, 0), 5, "it to be deleted")
-    post.stop_after_passing_on(range(2, 11))
-    assert post.left() == (0, 0), "what was just passed on is deleted at the stop"
+def test_a_worker_survives_garbage_and_does_not_read_redis_repeatedly(
+    make_world: MakeWorld, bench: Bench, redis_url: str
+) -> None:
+    settings: Any = {"namespace": bench.settings.namespace, "_grace_s": 60, "sweep": 60}
+    world = make_world(timer=redis_url, horizon=200, _self_sweep_s=120, **settings)
+    timer: Any = world.runtime.redis_timer
+    world.runtime.timer, timer.take = timer, Mock(wraps=timer.take)
+    with closing(MainProcess(world, is_stepped=False)) as main:
+        main.runtime.start()
+        name = timer.slots("default")[0].name
+        garbage: list[Any] = [b"", b"x", b"nobody 5", b"\xff\xff", b"a b c"]
+        garbage += [f"{name} {time}" for time in ("soon", "nan", "-inf")]
+        client, channel = timer.link.connect(), timer.channel("default")
+        for text in garbage:
+            wait_until(lambda text=text: client.publish(channel, text), 5, "the listener")  # type: ignore[misc]
+        refused = "message.refused"
+        wait_until(lambda: world.count(refused) == len(garbage), 5, "all of it to be refused")
+        assert timer.arm([Entry(1, 0, main.clock.now_us() + 500_000)])
+        wait_until(main.sizes, 5, "the entry, long before the next look at everything")
+        assert timer.take.call_count < 10, "at the start, when it listens, and when one is due"
+        assert not world.told("loop.failed")
+        wait_until(lambda: timer.counts(["default"])["default"] == (0, 0), 5, "its deletion")
+        main.runtime.stop()

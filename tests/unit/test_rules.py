@@ -1,12 +1,8 @@
-"""Rules of a worker's main process, by a clock that a test sets: rates, the availability of
-services."""
+"""Rules of a worker's main process, by a clock that a test sets: rates, and what it lacks."""
 
 from __future__ import annotations
 
 import random
-import threading
-from contextlib import suppress
-from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,20 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu.connection import Connection
 
-from delaytasks import StoreError, StoreUnavailableError, loops
 from delaytasks.broker.link import bounded_connection
-from delaytasks.db.engines import ForkGate
-from delaytasks.db.sweep_queries import RegisteredWorker, ServiceTimes
+from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.limits.admission import StartPace
-from delaytasks.loops import Availability
-from delaytasks.operate.state import beat_age_s
 from delaytasks.worker import quick_loops
 from delaytasks.worker.quick_loops import ServiceWatch
-from tests.waiting import wait_until
-from tests.world import MainProcess, MonkeyPatch, World
+from tests.world import MonkeyPatch
 from tests.world.recording import ManualTime
-
-NOW = datetime(2026, 11, 25, tzinfo=timezone.utc)
 
 # -- rates ---------------------------------------------------------------------------------------
 
@@ -77,46 +66,7 @@ def test_a_worker_knows_for_how_long_it_lacks_a_service(time: ManualTime) -> Non
         assert after(5).timer_down_s == down_s
 
 
-def worker(is_alive: bool = True, **services: float) -> RegisteredWorker:
-    times, began = ServiceTimes(**services), NOW - timedelta(hours=1)
-    of_pool = (["default"], None, "prefork", 2)
-    return RegisteredWorker("w", is_alive, 0, *of_pool, began, NOW, 0.0, times)
-
-
-DEAD = worker(is_alive=False, beat_s=3)
-#: Workers, and for how long beat has not been heard of.
-HEARD: list[tuple[list[RegisteredWorker], float | None]] = [
-    ([], None),
-    ([worker()], None),
-    ([worker(beat_s=400), worker(beat_s=3), worker()], 3),
-    ([DEAD, worker(beat_s=400)], 400),
-    ([worker(broker_down_s=60, beat_s=60)], None),
-]
-
-
-def test_beat_is_heard_of_by_any_live_worker_that_can() -> None:
-    for workers, beat_s in HEARD:
-        assert beat_age_s(workers) == beat_s, workers
-
-
-# -- outages of the databases, and uninterrupted contact with them --------------------------------
-
-
-DOWN = StoreUnavailableError("connection refused")
-REFUSALS = [StoreError("permission denied"), StoreUnavailableError("stayed busy", is_locked=True)]
-
-
-@pytest.mark.parametrize("error", [*REFUSALS, DOWN])
-def test_a_database_that_refuses_is_not_down(
-    world: World, time: ManualTime, error: StoreError
-) -> None:
-    main = MainProcess(world)
-    for _ in range(3):
-        with world.failing("policies", error), suppress(StoreError):
-            main.read_policies()
-        time.at += 6
-    main.close()
-    assert len(world.told("store.down")) == (error is DOWN)
+# -- uninterrupted contact with the databases ----------------------------------------
 
 
 def test_a_gap_or_a_failure_restarts_the_contact(time: ManualTime) -> None:
@@ -134,39 +84,6 @@ def test_a_gap_or_a_failure_restarts_the_contact(time: ManualTime) -> None:
     contact.mark_answered()
     time.at += 1
     assert contact.seconds() == 1
-
-
-# -- the availability of a service ----------------------------------------------------------------
-
-
-def test_after_each_failure_a_service_rests_and_changes_are_reported_once(time: ManualTime) -> None:
-    told: list[str] = []
-    broker = Availability(told.append, lambda: told.append("up"))
-    for error, is_up in (("first", False), ("second", False), (None, True), (None, True)):
-        broker.answered() if error is None else broker.failed(error)
-        assert (broker.is_up, broker.is_resting) == (is_up, not is_up)
-        time.at += loops.SERVICE_REST_S - 0.01
-        assert broker.is_resting is not is_up
-    broker.failed("third")
-    time.at += loops.SERVICE_REST_S
-    assert not broker.is_resting
-    assert not broker.is_up, "nobody has asked"
-    assert told == ["first", "up", "third"]
-
-
-def test_a_fork_waits_for_threads_in_the_gate_and_no_thread_enters_meanwhile() -> None:
-    gate, order = ForkGate(), list[str]()
-    gate.enter()
-    forks = threading.Thread(target=lambda: (gate._before(), order.append("forked"), gate._after()))
-    forks.start()
-    wait_until(lambda: gate._is_forking, 5, "the fork to wait")
-    enters = threading.Thread(target=lambda: (gate.enter(), order.append("entered")))
-    enters.start()
-    assert order == []
-    gate.leave()
-    forks.join(5)
-    enters.join(5)
-    assert order == ["forked", "entered"]
 
 
 # -- a broker that confirms --------------------------------------------------------------------

@@ -299,15 +299,6 @@ def test_entries_of_rows_that_changed_are_dropped_and_early_ones_returned(world:
     assert world.worker().run_entries([stale, kept[0]]).early == (kept[0],)
 
 
-def test_an_entry_that_is_early_within_the_clock_tolerance_is_waited_for(world: World) -> None:
-    for _ in range(20):
-        report = world.run(task := world.schedule(delay=0.02))
-        done = world.read(task)
-        assert (report.ran, report.early, done.status) == (1, (), Status.DONE)
-        assert done.execution_time is not None
-        assert done.execution_time >= task.expected_time, "and not run early"
-
-
 # -- in a backlog, a runner claims the next chunk while the current one runs ----------------------
 
 
@@ -382,39 +373,17 @@ def test_nothing_is_claimed_ahead_of_a_row_that_may_end_the_process_or_has_a_lim
     assert single.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE"]
 
 
-#: What fails, and what is left of four rows: the second one runs, and the third is claimed ahead.
-#: If the answer to a claim is lost, the lease of its row has to end.
-AHEAD = {
-    "the worker stops": ["DONE", "RUNNING", "NOT_COMPLETE", "NOT_COMPLETE"],
-    "the claim ahead": ["DONE", "DONE", "RUNNING", "NOT_COMPLETE"],
-    "a settlement": ["RUNNING", "DONE", "NOT_COMPLETE", "NOT_COMPLETE"],
-}
-
-
-@pytest.mark.parametrize("fails", AHEAD)
-def test_a_failure_in_a_backlog_affects_no_other_chunk(make_world: MakeWorld, fails: str) -> None:
-    short: Any = {"lease": 2, "_chunk_time_budget_s": 0.1} if fails == "a settlement" else {}
-    world = make_world(_chunk_max=1, **short)
-    away, claims = e.StoreUnavailableError("away"), list[int]()
-
-    def claimed() -> None:
-        claims.append(1)
-        if fails == "the claim ahead" and len(claims) == 3:
-            raise away
-
+def test_a_worker_that_stops_in_a_backlog_gives_back_what_is_claimed_ahead(single: World) -> None:
     def stop(body: Any) -> None:
-        wait_until(lambda: world.statuses(tasks)[2] == "RUNNING", 5, "the claim ahead")
+        wait_until(lambda: single.statuses(tasks)[2] == "RUNNING", 5, "the claim ahead")
         raise WorkerShutdown(0)
 
-    world.delays.processor("stop")(stop)
-    world.after_claim = claimed
-    tasks = backlog(world, "note", "stop" if "stops" in fails else "note", "note", "note")
-    if fails == "a settlement":
-        fail_settlements(world, repeat(away), of=tasks[0])
-    with pytest.raises((e.StoreUnavailableError, WorkerShutdown)):
-        drain(world)
-    assert world.statuses(tasks) == AHEAD[fails]
-    assert world.read(tasks[3]).runs == 0
+    single.delays.processor("stop")(stop)
+    tasks = backlog(single, "note", "stop", "note", "note")
+    with pytest.raises(WorkerShutdown):
+        drain(single)
+    assert single.statuses(tasks) == ["DONE", "RUNNING", "NOT_COMPLETE", "NOT_COMPLETE"]
+    assert single.read(tasks[3]).runs == 0
 
 
 # -- `check_lease` informs a long processor before its lease ends, without a database query -------
@@ -436,21 +405,15 @@ def test_check_lease_raises_before_a_lease_ends(leased: World, time: ManualTime)
 
     @leased.delays.processor("long")
     def work(body: object, task: DelayedTask) -> None:
-        def is_lost_after(seconds: float, message: str) -> None:
-            time.at += seconds
+        for lost_s, safe_s, left in ((None, LEASE_S * 2 / 3, r"19\.0"), (15, 10, r"4\.0")):
+            worker.renewed(time.at, LEASE_S)
+            if lost_s:  # others release the rows of a silent worker
+                worker.reported(time.at, lost_s)
+            time.at += safe_s  # two renewals have failed
             task.check_lease()
             time.at += 1
-            with pytest.raises(e.LeaseLostError, match=message):
+            with pytest.raises(e.LeaseLostError, match=rf"ends in {left} s"):
                 task.check_lease()
-
-        for _ in range(3):
-            time.at += LEASE_S / 2
-            task.check_lease()
-            worker.renewed(time.at, LEASE_S)
-        is_lost_after(LEASE_S * 2 / 3, r"ends in 19\.0 s")  # two renewals have failed
-        worker.renewed(time.at, LEASE_S)
-        worker.reported(time.at, lost_s=15)
-        is_lost_after(10, r"ends in 4\.0 s")  # others release the rows of a silent worker
         time.at += 5
         worker.reported(time.at, lost_s=15)
         with pytest.raises(e.LeaseLostError, match="has ended"):

@@ -18,7 +18,7 @@ from tests.conftest import open_store
 from tests.waiting import in_child, wait_until
 from tests.world import Entry, MainProcess, MakeWorld, World
 from tests.world.loops import AtWork, worker_hub
-from tests.world.recording import delays_on
+from tests.world.recording import ManualClock, delays_on
 
 LOOPS = "statistics wheel dispatcher leases sweep policies calls redis_poller redis_listener"
 
@@ -56,13 +56,14 @@ def test_each_loop_of_a_worker_turns_and_continues_after_failures(at_work: AtWor
         assert at_work.turn("leases") is thread
 
 
-@pytest.mark.slow
-def test_a_late_timing_wheel_is_reported(at_work: AtWork) -> None:
-    at_work.plan("wheel", at_work.hang)
-    at_work.dispatcher.receive([Entry(1, 0, at_work.clock.now_us() + 1000)])
-    wait_until(lambda: at_work.world.count("wheel.late"), 15, "the alarm")
-    at_work.go_on()
-    wait_until(lambda: at_work.held == 0, 15, "the entry to be brought out")
+def test_a_late_timing_wheel_is_reported(world: World) -> None:
+    world.set_clock(clock := ManualClock(world.now()))
+    with closing(MainProcess(world)) as main:
+        main.dispatcher.receive([Entry(1, 0, clock.now_us() + 1_000_000)])
+        main.runtime.wheel.loop._turn()
+        clock.advance(30)
+        main.runtime.watch()
+    assert world.count("wheel.late") == 1
 
 
 @pytest.mark.parametrize("is_reset", [False, True])

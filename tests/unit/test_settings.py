@@ -82,23 +82,6 @@ def test_values_are_read_as_their_type(name: str, both: tuple[Any, Any]) -> None
     assert (found, type(found)) == (value, type(value))
 
 
-@pytest.mark.parametrize(
-    ("given", "derived"),
-    [
-        ({"table_prefix": "shop_"}, {"name_prefix": "shop_", "table_schema": ""}),
-        ({"table_prefix": "jobs."}, {"name_prefix": "", "table_schema": "jobs"}),
-        ({"timer": "redis"}, {"timer_kind": "redis", "redis_url": ""}),
-        ({"timer": "redis://a"}, {"timer_kind": "redis", "redis_url": "redis://a"}),
-        ({"queues": {"mail.*": "mail"}}, {"default_queue": "default"}),
-        ({"queues": {"*": "other"}}, {"default_queue": "other"}),
-        ({"sweep": "3s 2"}, {"sweep_s": 3.0, "sweep_partitions": 2, "self_sweep_s": 6.0}),
-    ],
-)
-def test_one_setting_may_mean_several_things(given: Any, derived: Any) -> None:
-    settings = load_settings({}, {}, **given)
-    assert {name: getattr(settings, name) for name in derived} == derived
-
-
 def test_settings_of_a_project_that_cannot_be_read_do_no_harm() -> None:
     """In Django's `override_settings`, a name that Celery's configuration lists has no value."""
 
@@ -142,21 +125,6 @@ WRONG: dict[str, list[Any]] = {
 def test_a_wrong_value_is_named_with_its_origin(name: str, given: Any) -> None:
     with pytest.raises(ConfigError, match=f"delaytasks_{name} = .*celery configuration"):
         load_settings({f"delaytasks_{name}": given}, {})
-
-
-def test_the_effective_settings_show_their_origin_and_no_secret() -> None:
-    environ = {"DELAYTASKS_DATABASE_URL": "mysql://me:canary@host/x"}
-    settings = load_settings({}, environ, purge_after=None)
-    rows = {name: (value, origin) for name, value, origin, _about in settings.effective()}
-    assert rows["delaytasks_database_url"] == ("mysql://me:***@host/x", "environment")
-    assert rows["delaytasks_purge_after"] == ("none", "arguments")
-    assert "canary" not in repr(rows)
-    assert all(about for *_, about in settings.effective())
-
-
-def test_a_misspelled_timer_is_shown() -> None:
-    with pytest.raises(ConfigError, match="timer = etta "):
-        load_settings({}, {}, timer="etta")
 
 
 # -- a database that delaytasks cannot use is refused, and not taken for another one ---------------

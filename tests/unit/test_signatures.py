@@ -92,10 +92,6 @@ def test_signatures_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
     assert len(compared) == 6
 
 
-def test_a_callback_within_the_tolerance_is_accepted() -> None:
-    assert verify(PAYLOAD, signed(NEW, age_s=250), NEW).id == "42"
-
-
 @pytest.mark.parametrize(
     "bad", ["", "whsec_", "whsec_é", "whsec_!!!!", "whsec_c2hvcnQ=", "whsec_" + "A" * 100, "A" * 43]
 )
@@ -108,4 +104,4 @@ def test_an_invalid_secret_is_an_error_that_does_not_show_it(bad: str) -> None:
 def test_a_secret_is_needed_and_needs_no_padding() -> None:
     with pytest.raises(ConfigError):
         verify(PAYLOAD, signed(NEW), "")
-    assert verify(PAYLOAD, signed(NEW), NEW.rstrip("=")).id == "42"
+    assert verify(PAYLOAD, signed(NEW, age_s=250), NEW.rstrip("=")).id == "42"

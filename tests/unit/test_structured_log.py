@@ -1,59 +1,13 @@
-"""Log lines have the fields of their tasks, and frequent ones are counted."""
+"""Frequent log lines are counted."""
 
 from __future__ import annotations
 
-import json
-import logging
-from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 
-from delaytasks import DelayedTask
 from delaytasks.events import MOST_SUBJECTS, QUIET_S, Events
-from delaytasks.logging import LogFormatter, log_structured
 from tests.world.recording import ManualTime
-
-NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
-META = '{"tenant":"acme"}'
-TASK = DelayedTask(7, "mail", "{}", NOON, key="k 1", runs=2, version=5, meta_json=META)
-HOSTILE = 'a "quote", \x1b[31m and \n{"level":"forged"}'
-
-# -- structured log lines have the fields of their tasks ------------------------------------------
-
-
-def logged(caplog: pytest.LogCaptureFixture, name: str, **fields: Any) -> str:
-    """Return the line of an event of the task."""
-    events = Events()
-    events.use_log(log_structured)
-    with caplog.at_level(logging.INFO, "delaytasks"):
-        events.emit(name, **TASK.event_fields, **fields)
-    [record] = caplog.records
-    return LogFormatter().format(record)
-
-
-def test_a_change_of_a_task_is_one_line_with_its_fields(caplog: pytest.LogCaptureFixture) -> None:
-    line = json.loads(logged(caplog, "task.started", began=NOON + timedelta(seconds=1.5)))
-    assert line.pop("time").endswith("Z")
-    expected = {"level": "INFO", "logger": "delaytasks", "process": "MainProcess", "version": 5}
-    expected |= {"event": "task.started", "id": "7", "tag": "mail", "key": "k 1", "attempt": 2}
-    expected |= {"queue": "default", "late_s": 1.5, "meta": {"tenant": "acme"}}
-    assert line == expected
-
-
-def test_an_error_has_its_text_and_traceback_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    try:
-        raise ValueError(HOSTILE)
-    except ValueError as error:
-        text = logged(caplog, "task.failed", error=error)
-    assert not {"\x1b", "\n"} & {*text}
-    line = json.loads(text)
-    assert (line["level"], line["error"]) == ("ERROR", f"ValueError: {HOSTILE}")
-    assert "test_structured_log.py" in line["traceback"]
-    assert line["traceback"].rstrip().endswith(HOSTILE)
-
-
-# -- repeats --------------------------------------------------------------------------------------
 
 
 class Log:

@@ -103,12 +103,6 @@ def test_a_stage_that_fails_does_not_prevent_the_others(make_world: MakeWorld, s
     assert world.sweep_later() == ([near.id] if failed in ("arm", "workers") else [])
 
 
-def test_without_a_horizon_nothing_is_armed_by_sweeps(make_world: MakeWorld) -> None:
-    world = make_world(horizon=None)
-    world.put(due_s=5)
-    assert world.sweep_later() == []
-
-
 def test_partitions_share_the_rows_and_the_first_does_the_other_work(make_world: MakeWorld) -> None:
     world = make_world(sweep="5s 3")
     ids = sorted(world.schedule(delay=15).id for _ in range(60))

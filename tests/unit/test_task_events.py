@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import Executor
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from delaytasks import Cancel, DelayedTask, Done, Fail, Snooze
+from delaytasks import DelayedTask, Done
 from tests.world import MakeWorld, Monitor, World
 from tests.world.recording import ManualTime
 
@@ -74,35 +73,6 @@ def test_the_attempt_before_a_lapse_has_failed(world: World, heard: Monitor) -> 
     assert second.parent_id == f"{task.id}-1"
 
 
-#: What a processor returns or raises, Celery's state, and the error or result that is shown.
-ENDS: list[tuple[Any, str, str | None]] = [
-    (ValueError("busy"), "RETRY", "ValueError('busy')"),
-    (Snooze(60), "RETRY", "until "),
-    (Cancel("not needed"), "REVOKED", "not needed"),
-    (Fail("no such order"), "FAILURE", "no such order"),
-    (Done({"paid": 1}), "SUCCESS", None),
-]
-
-
-@pytest.mark.parametrize(("end", "state", "error"), ENDS, ids=lambda value: str(value))
-def test_each_outcome_has_a_state_of_celery(
-    world: World, heard: Monitor, end: Any, state: str, error: str | None
-) -> None:
-    shown = heard.task(order(world, end, retries="1m"))
-    assert (shown.name, shown.state) == ("order.close", state)
-    assert shown.exception is None if error is None else shown.exception.startswith(error)
-    assert shown.result == ('{"paid":1}' if state == "SUCCESS" else None)
-    assert bool(shown.traceback) == isinstance(end, Exception)
-
-
-def test_an_expired_row_is_revoked(world: World, heard: Monitor) -> None:
-    task = world.schedule(max_late=10)
-    world.change(task, expected_time=world.now() - timedelta(seconds=60))
-    world.run(world.read(task))
-    assert heard.task(task).state == "REVOKED"
-    assert "expired" in heard.task(task).exception
-
-
 class UnreadableError(Exception):
     def __repr__(self) -> str:
         raise RuntimeError("no repr")
@@ -117,11 +87,6 @@ def test_any_error_text_can_be_sent(world: World, heard: Monitor, error: Excepti
     for text in (shown.exception, shown.traceback):
         assert len(text.encode()) <= 16 * 1024
         assert "\x00" not in text
-
-
-def test_a_long_body_is_cut(world: World, heard: Monitor) -> None:
-    world.run(task := world.schedule(body=[1] * 5000))
-    assert 1000 < len(heard.task(task).args) < 1100
 
 
 def test_threads_lose_no_event(world: World, heard: Monitor, pool: Executor) -> None:

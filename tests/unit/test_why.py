@@ -141,16 +141,6 @@ def test_a_deferred_task_has_a_cause_and_a_next_try(world: World, begin: str, co
     says(world, task, code, f"tried: {begin}x. The next try is at {at(next_try)}, in ")
 
 
-def test_a_retry_has_its_number_time_and_error_and_a_run_its_worker(world: World) -> None:
-    due, error = ago(world, seconds=-230), "ValueError: no"
-    task = put(world, expected_time=due, runs=2, error_stack=error)
-    says(world, task, "retry", f"Attempt 2 failed: {error}. Retry 2 is due at {at(due)}, in 3m")
-    began = ago(world)
-    task = put(world, Status.RUNNING, worker="w1@host/5", execution_time=began)
-    world.change(task, expected_time=began - timedelta(seconds=2))
-    says(world, task, "running", f"on w1@host/5 since {at(began)}, 2s after it was due")
-
-
 def test_tasks_that_occupy_all_processes_are_named(world: World) -> None:
     task = put(world, expected_time=ago(world, minutes=1))
     world.store.workers.report(WORKER, [QUEUE], "prefork", 3, 0, [TAG], busy=2)

@@ -84,29 +84,21 @@ class SetClock(Clock):
 
 
 class Collector:
-    """A timing wheel with its thread. It collects what becomes due, with the time."""
+    """A timing wheel with its thread, and the names of the entries that have become due."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.came: list[tuple[str, int]] = []
-        self.wheel: Wheel[str] = Wheel(clock, self._take, Events())
-        self.close = self.wheel.stop
-        self.wheel.loop.start()
-
-    def _take(self, entries: list[str]) -> None:
-        now = self.clock.now_us()
-        self.came += [(entry, now) for entry in entries]
+        self.names: list[str] = []
+        self._clock = clock
+        self._wheel: Wheel[str] = Wheel(clock, self.names.extend, Events())
+        self.close = self._wheel.stop
+        self._wheel.loop.start()
 
     def add(self, name: str, in_us: int) -> int:
-        due_us = self.clock.now_us() + in_us
-        self.wheel.add([(name, due_us, name)])
+        due_us = self._clock.now_us() + in_us
+        self._wheel.add([(name, due_us, name)])
         return due_us
 
     @property
     def sleeps(self) -> bool:
         """Whether the thread sleeps until the next entry is due."""
-        return self.wheel._next_tick is not None
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name, _ in self.came]
+        return self._wheel._next_tick is not None

@@ -27,7 +27,6 @@ class AtWork(MainProcess):
 
     def __init__(self, world: World) -> None:
         super().__init__(world, is_stepped=False)
-        self._goes_on = threading.Event()
         self.runtime.start()
 
     @property
@@ -55,17 +54,6 @@ class AtWork(MainProcess):
     def turn(self, name: str) -> threading.Thread:
         """Wait for another turn of a loop, and return its thread."""
         return self.plan(name, lambda: None)
-
-    def hang(self) -> None:
-        """Wait until the test calls `go_on`, or ends."""
-        assert self._goes_on.wait(60)
-
-    def go_on(self) -> None:
-        self._goes_on.set()
-
-    def close(self) -> None:
-        self.go_on()
-        super().close()
 
     def _loop(self, name: str) -> Loop:
         return next(loop for loop in self.runtime.loops if loop.name == name)
