@@ -110,8 +110,8 @@ def test_times_reasons_and_charts_are_in_the_zone_of_the_viewer(own_site: Site) 
     client, delays = own_site.client(), own_site.delays
     failed = delays.find(status="FAILED", tag="report.build").tasks[0]
     delays.bulk.cancel(tag="order.close", until=datetime(2030, 1, 31, 18, tzinfo=UTC))
-    lost = {"services": ServiceTimes(None, 7200)}
-    runtime_of(delays).store.workers.report("celery@a", ["default"], "prefork", 2, 0, **lost)
+    workers, lost = runtime_of(delays).store.workers, ServiceTimes(None, 7200)
+    workers.report("celery@a", ["default"], "prefork", 2, 0, services=lost)
     hours, at = list[int](), failed.update_time
     assert at is not None
     for zone, ahead in (("UTC", timedelta()), ("JST", timedelta(hours=9))):
