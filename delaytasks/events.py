@@ -34,6 +34,7 @@ SUBJECTS = {
     "settle.waits": "error",
     "chunk.failed": "error",
     "loop.failed": "error",
+    "recurring.failed": "schedule",
     "message.refused": "task",
 }
 _OTHER_SUBJECTS = object()

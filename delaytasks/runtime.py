@@ -8,9 +8,10 @@ setting the attribute before the part is used.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +27,7 @@ from delaytasks.loops import ThreadPool
 from delaytasks.model.body import Cipher
 from delaytasks.model.clock import Clock, IdMaker, fork_safe, wall_ms
 from delaytasks.model.policies import PolicyCache
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Entry
 from delaytasks.operate.checks import StartChecks
 from delaytasks.settings import load_settings
 
@@ -166,6 +167,13 @@ class Runtime:
     def timer(self) -> Timer:
         """Arms rows in bounded time."""
         return self.direct_timer or self.sender
+
+    def arm_near(self, entries: Iterable[Entry], slack_s: float = 0.0) -> None:
+        """Arm the entries that are due within the horizon, or `slack_s` later."""
+        reach_s = (self.settings.horizon_s or math.inf) + slack_s
+        until_us = self.clock.now_us() + reach_s * 1e6
+        if near := [entry for entry in entries if entry.due_us <= until_us]:
+            self.timer.arm(near)
 
     @part
     def producer_timer(self) -> Timer:

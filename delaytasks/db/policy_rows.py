@@ -67,7 +67,7 @@ class PolicyTable:
         self._t = schema.tasks
         self._insert = Insert(database, p, ("kind", "name", "is_paused", "version"))
         #: The number of requests to cancel running tasks; NULL before the first one.
-        self._requests = select(schema.cancel_requests.c.number).scalar_subquery()
+        self._requests = select(func.sum(schema.cancel_requests.c.number)).scalar_subquery()
         self._columns = [p.c[field.name] for field in fields(Policy) if field.name in p.c]
         self._listed = tuple_(p.c.kind, p.c.name).in_(listing("policies"))
         self._new_version = {"version": p.c.version + 1, "update_time": db_now()}

@@ -311,16 +311,16 @@ class Producer:
         named = [new for new in batch if new.key is not None or new.id is not None]
         if named:
             batch = [new for new in batch if new.key is None and new.id is None]
-        plain = self.build(popped(batch), on_conflict, now)
+        unnamed = self.build(popped(batch), on_conflict, now)
         has_own_id = [new.id is not None for new in named]
         others = list(zip(self.build(named, on_conflict, now), has_own_id, strict=True))
 
         def write(on: CallerConnection | None) -> list[DelayedTask]:
-            self._write_plain(plain, on)
+            self._write_plain(unnamed, on)
             written = [self._write(task, on_conflict, is_own, on) for task, is_own in others]
-            return [*plain, *(task for task, is_new in written if is_new)]
+            return [*unnamed, *(task for task, is_new in written if is_new)]
 
-        id = plain[0].id if plain else others[0][0].id
+        id = unnamed[0].id if unnamed else others[0][0].id
         with transaction.guard(id) if transaction is not None else nullcontext() as on:
             is_ours = on is None and bool(named)
             tasks = self._db.transaction(write, unknown_id=id) if is_ours else write(on)

@@ -274,8 +274,8 @@ class Schema:
         self.sweeps = table(
             "yb_delay_sweep",
             # The number of a sweep partition, and how many there are.
-            Column("house", Integer, key="sweep_partition", nullable=False, autoincrement=False),
-            Column("houses", Integer, key="sweep_partitions", nullable=False, autoincrement=False),
+            Column("sweep_partition", Integer, nullable=False, autoincrement=False),
+            Column("sweep_partitions", Integer, nullable=False, autoincrement=False),
             Column("swept_at", UTCDateTime, nullable=False),
             Column("armed_until", UTCDateTime, nullable=False),
             # The timer that keeps the tasks up to armed_until.
@@ -346,7 +346,7 @@ class Schema:
             ),
             key=["kind", "name"],
         )
-        # The number of requests to cancel running tasks, in one row.
+        # The number of requests to cancel running tasks, as the sum of some rows.
         self.cancel_requests = table(
             "yb_delay_cancel_request",
             Column("id", SmallInteger, nullable=False, autoincrement=False),

@@ -374,6 +374,10 @@ class Attempts:
 # Requests to cancel running tasks. The version, which is the fence of the run, stays as it is.
 
 
+#: The rows in which requests to cancel running tasks are counted.
+_COUNTER_ROWS = 16
+
+
 class CancelRequests:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
@@ -387,11 +391,13 @@ class CancelRequests:
         asking = this_run.where(has_status(t, Status.RUNNING)).values(cancel_request=ASKED)
         if not on.execute(asking).rowcount:
             return False
-        # Workers look for the request within a second after the number in this row has changed,
-        # which they read with the policies. The row stays locked until the commit.
-        counting = update(self._n).values(number=self._n.c.number + 1)
+        # Workers look for the request within a second after the sum of these rows has changed,
+        # which they read with the policies. The row stays locked until the commit, so that there
+        # are several.
+        n, id = self._n, task.id % _COUNTER_ROWS
+        counting = update(n).where(n.c.id == id).values(number=n.c.number + 1)
         if not on.execute(counting).rowcount:
-            self._insert(on, {"id": 1, "number": 0})
+            self._insert(on, {"id": id, "number": 0})
             check_row_count(on.execute(counting).rowcount, 1, "the number of requests")
         return True
 

@@ -249,7 +249,10 @@ class RecurringTable:
     def due(
         self, on: Any, until: datetime, after: RecurringSchedule | None, limit: int
     ) -> list[RecurringSchedule]:
-        """Lock and return the schedules with an occurrence up to `until`, the earliest first."""
+        """Lock and return the schedules with an occurrence up to `until`, the earliest first.
+
+        A schedule that a caller's transaction has locked is left out, and the others do not wait.
+        """
         r = self._r
         query = select(*self._columns).where(r.c.next_at <= until)
         if after is not None:
@@ -257,7 +260,8 @@ class RecurringTable:
             query = query.where(
                 r.c.next_at >= after.next_at, or_(r.c.next_at > after.next_at, same)
             )
-        query = query.order_by(r.c.next_at, r.c.name).limit(limit).with_for_update()
+        query = query.order_by(r.c.next_at, r.c.name).limit(limit)
+        query = query.with_for_update(skip_locked=True)
         return [self._schedule_of(row) for row in on.execute(query).all()]
 
     def advance(self, on: Any, visits: Sequence[Visit]) -> None:
@@ -340,13 +344,8 @@ def create(runtime: Runtime) -> None:
         visits, last = runtime.recurring_table.transaction(work)
         report(runtime.events, visits)
         # Arm the tasks that the sweep may have passed. The next sweeps arm all later ones.
-        horizon_s = runtime.settings.horizon_s
-        reach_s = math.inf if horizon_s is None else horizon_s + SLACK_S
-        until_us = runtime.clock.now_us() + reach_s * 1e6
-        entries = [Entry.of(task) for visit in visits for _, task in visit.tasks]
-        near = [entry for entry in entries if entry.due_us <= until_us]
-        if near:
-            runtime.timer.arm(near)
+        made = (task for visit in visits for _, task in visit.tasks)
+        runtime.arm_near(map(Entry.of, made), SLACK_S)
         if last is None:
             return
 

@@ -20,6 +20,7 @@ from celery.local import PromiseProxy
 from delaytasks.loops import CallGroup, twin
 from delaytasks.model.errors import (
     ConfigError,
+    DuplicateTaskError,
     InvalidInputError,
     TaskNotFoundError,
     TaskStateError,
@@ -343,7 +344,10 @@ class Recurring(CallGroup):
             if known.overlap == "skip" and not known.is_paused:
                 change.cancel_waiting(known)
                 changes["next_at"] = known.parsed().after(change.now)
-            change.runtime.recurring_table.write(change.on, made)
+            table = change.runtime.recurring_table
+            if not table.take_keys(change.on, made):
+                raise DuplicateTaskError(f"a task {task.key!r} of this millisecond lives already")
+            table.write(change.on, made)
             change.made += made
             return change.update("run", known, changes)
 

@@ -201,7 +201,11 @@ class EventLoop:
                 ).start()
                 self._loop = loop  # only now: a process may have too many threads
         future = asyncio.run_coroutine_threadsafe(_value_and_error(coroutine), self._loop)
-        value, error = future.result()
+        try:
+            value, error = future.result()
+        except BaseException:  # such as a soft time limit, which a signal raises in this thread
+            future.cancel()
+            raise
         if error is not None:
             raise error
         return value

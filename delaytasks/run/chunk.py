@@ -520,18 +520,13 @@ class Settler:
             self._arm_again(again)
 
     def _arm_again(self, settlements: Sequence[Settlement]) -> None:
-        """Arm the tasks that are due within the horizon."""
-        now_us, horizon_s = self._runtime.clock.now_us(), self._runtime.settings.horizon_s or 1e9
-        entries = [
+        self._runtime.arm_near(
             Entry.of(s.task)._replace(
                 version=following(s.task.version),
                 due_us=to_us(s.expected_time or s.task.expected_time),
             )
             for s in settlements
-        ]
-        near = [entry for entry in entries if entry.due_us <= now_us + horizon_s * 1e6]
-        if near:
-            self._runtime.timer.arm(near)
+        )
 
 
 # -- Runs the rows of a chunk ---------------------------------------------------------------------
@@ -822,8 +817,12 @@ class ChunkRunner:
         return tuple(id for chunk in list(self._detached) for id in chunk.running)
 
     def finish(self) -> None:
-        """Wait until these rows have ended and are settled."""
-        self._slots.wait(lambda: not self._detached)
+        """Wait until these rows have ended, and for a lease until they are settled.
+
+        A transaction that a processor left open may lock a row as long as this process lives.
+        """
+        self._slots.wait(lambda: not self.detached)
+        self._slots.wait(lambda: not self._detached, monotonic() + self._lease_s)
 
     # -- rows that may end the process ------------------------------------------------------------
 

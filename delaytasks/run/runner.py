@@ -402,6 +402,8 @@ class Runner:
                 least = 1 if is_scarce else min(size.rows, limit)
                 admitted, of_chunk = list[DelayedTask](), Tally(BroughtBy.WAITLIST)
                 settle = partial(self._settle_and_admit, queue, tag, least, until, admitted)
+                if tasks[0].lapses:  # a recovered row is admitted alone
+                    self._chunks.wait_for_detached()
                 with self._chunks.opened(tasks, claimed_at, settle) as chunk:
                     self._chunks.run(chunk, of_chunk, may_detach=False)
                 tally.claimed += len(tasks)

@@ -179,8 +179,8 @@ class LeasesLoop:
         is_time = monotonic() - self._renewed_at >= self._lease_s / 3 - PROCESS_CHECK_S
         if is_time and has_old_rows:
             # This includes rows that were claimed up to one lease before the oldest chunk began,
-            # since clocks differ by less. A row that got lost on the way is recovered one lease
-            # later.
+            # since clocks differ by less. A row that got lost on the way to its process is
+            # recovered when the chunks from before its claim have ended, and its lease.
             claimed_since = from_us(int(oldest_began_us - self._lease_s * 1e6))
             asked_at = monotonic()
             self._locked = leases.renew(names, claimed_since, detached).skipped

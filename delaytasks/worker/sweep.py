@@ -254,10 +254,7 @@ class Sweeper:
             return
         self._events.emit("task.released", count=len(released))
         now_us = self._runtime.clock.now_us()
-        horizon_us = (self._settings.horizon_s or math.inf) * 1e6
-        near = [entry for entry in released if now_us < entry.due_us <= now_us + horizon_us]
-        if near:
-            self._runtime.timer.arm(near)
+        self._runtime.arm_near(entry for entry in released if entry.due_us > now_us)
         due = (entry for entry in released if entry.due_us <= now_us)
         self._ready.update(Level(entry.queue, entry.priority) for entry in due)
 

@@ -73,6 +73,20 @@ def cancel(world: World, task: DelayedTask) -> CancelResult:
     return result
 
 
+def test_an_open_transaction_that_cancels_a_run_delays_no_other_cancel(world: World) -> None:
+    if not world.has_row_locks:
+        pytest.skip("SQLite locks the whole database")
+    runs = world.claim(*[world.schedule("runs") for _ in range(18)])
+    for task in runs[2:]:  # the first request of each row of the counter inserts the row
+        assert cancel(world, task).is_requested
+    engine = create_engine(world.url)
+    with Session(engine) as session:
+        assert world.delays.cancel(runs[0].id, running=True, session=session).is_requested
+        assert cancel(world, runs[1]).is_requested
+        session.rollback()
+    engine.dispose()
+
+
 def run(world: World, end: Callable[[DelayedTask], Any], **options: Any) -> DelayedTask:
     """Run a task that is cancelled while it runs, and ends as `end` says."""
 

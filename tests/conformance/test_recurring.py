@@ -401,6 +401,32 @@ def test_run_makes_one_task_and_keeps_the_occurrences(world: RecurringWorld) -> 
     assert (found.body, found.key, len(found.key or "")) == ({"n": 1}, task.key, 191)
 
 
+def test_a_task_of_run_has_its_key_and_runs_again(world: RecurringWorld) -> None:
+    world.delays.processor("report", retries="1m")(lambda body: 1 / 0)
+    world.recur("1h")
+    world.run(task := world.recurring.schedule_now("r"))
+    assert world.read(task).status is Status.NOT_COMPLETE
+    assert world.delays.get(tag="report", key=task.key).id == task.id
+
+
+def test_a_schedule_that_a_caller_has_locked_delays_no_other_one(
+    world: RecurringWorld, database_url: str
+) -> None:
+    if not world.has_row_locks:
+        pytest.skip("SQLite locks the whole database")
+    world.recur()
+    world.recur(name="other", tag="other")
+    engine = own_engine(database_url)
+    with Session(engine) as session:
+        world.recurring.pause("r", session=session)
+        world.sweep_at(0)
+        assert (world.due_s(), world.due_s("other")) == ([], [20, 40, 60])
+        session.rollback()
+    world.sweep_at(0)
+    assert world.due_s() == [20, 40, 60]
+    engine.dispose()
+
+
 def test_a_task_of_run_keeps_the_next_one_away_and_ends_no_pause(world: RecurringWorld) -> None:
     world.recur(overlap="skip")
     world.recurring.pause("r")

@@ -16,7 +16,7 @@ import pytest
 import delaytasks
 from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, Snooze, Status
 from tests.unit.conftest import Gate, fail_settlements
-from tests.waiting import wait_until
+from tests.waiting import wait_until, within
 from tests.world import MakeWorld, World
 
 
@@ -123,6 +123,17 @@ def test_a_detached_row_that_fails_to_settle_keeps_its_lease(detaching: World, g
     wait_until(lambda: world.told("loop.failed"), 5, "the report of the failure")
 
 
+def test_a_process_that_cannot_settle_ends_after_a_lease(make_world: MakeWorld, gate: Gate) -> None:
+    world = make_world(_chunk_time_budget_s=0.1, lease=1)
+    world.worker(may_detach=True)
+    world.delays.processor("wait", in_flight=5)(gate)
+    world.run(task := world.schedule("wait"))
+    fail_settlements(world, repeat(delaytasks.StoreUnavailableError("away")))
+    gate.is_open.set()
+    within(10, world.worker().finish)
+    assert world.statuses([task]) == ["RUNNING"]
+
+
 RISKY = [({"in_flight": 5}, 1), ({"time_limit": 60}, 0)]
 
 
@@ -149,7 +160,43 @@ def test_a_row_that_may_end_its_process_runs_when_no_other_row_runs(
     assert seen == [(0, ["DONE"] * len(others))], "what is finished is settled, too"
 
 
+def test_a_recovered_row_of_a_waitlist_runs_when_no_other_row_runs(
+    detaching: World, gate: Gate, pool: Executor
+) -> None:
+    world, seen = detaching, list[int]()
+    world.delays.processor("risky")(lambda body: seen.append(gate.inside))
+    world.limit("risky", concurrency=1)
+    assert len(world.claim(world.schedule("risky"))) == 1
+    world.change(risky := world.schedule("risky"), lapses=1)
+    assert (world.worker().claim_recovered(), world.statuses([risky])) == ([], ["HELD"])
+    world.limit("risky", concurrency=2)
+    world.run(world.schedule("wait"))
+    running = pool.submit(world.worker().run_waitlist, "risky", 10, 0.1)
+    wait_until(lambda: world.read(risky).status is Status.RUNNING, 5, "it to be admitted")
+    time.sleep(0.1)
+    assert seen == []
+    gate.is_open.set()
+    running.result(5)
+    assert seen == [0]
+
+
 # -- coroutines -----------------------------------------------------------------------------------
+
+
+def test_a_soft_time_limit_ends_a_coroutine_that_a_function_returned(world: World) -> None:
+    ended = list[str]()
+
+    async def wait_long() -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append("cancelled")
+
+    world.worker(keeps_time_limits=True)
+    world.delays.processor("wraps", soft_time_limit=0.2)(lambda body: wait_long())
+    world.run(task := world.schedule("wraps"))
+    assert "SoftTimeLimitExceeded" in (world.read(task).error or "")
+    wait_until(lambda: ended == ["cancelled"], 5, "the coroutine to end")
 
 
 def test_coroutines_run_concurrently_on_one_loop_and_a_hundred_by_default(world: World) -> None:
