@@ -5,14 +5,10 @@ Their database is SQLite, and their only broker is kombu's in-memory transport.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
-import struct
 import subprocess
 import sys
-import termios
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -24,12 +20,11 @@ from sqlalchemy import insert
 
 from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.cli.main import main
-from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.store import Store
 from delaytasks.db.types import db_now_plus
 from delaytasks.runtime import runtime_of
 from tests.running import ROOT
-from tests.world.recording import set_columns
+from tests.world.recording import make_tables, set_columns
 
 HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] \x9b1m \u202e \r\nforged line"
 FAR = "2999-01-01T00:00:00Z"
@@ -95,16 +90,10 @@ class Project:
         env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.getcwd()}"}
         return subprocess.Popen([sys.executable, *command], env=env, text=True, **pipes)
 
-    def at_terminal(self, *arguments: str, **pipes: Any) -> tuple[subprocess.Popen[str], int]:
-        """Start a command on a terminal of 12 lines; return its process and the terminal."""
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 60, 0, 0))
-        pipes = {**dict.fromkeys(("stdin", "stdout", "stderr"), theirs), **pipes}
+    def is_at_terminal(self) -> None:
+        """Let the next commands take their input and output for a terminal."""
+        self.patch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda _: True)
         self.patch.setenv("TERM", "xterm")
-        often = "from delaytasks.cli import status; status.EVERY_S = 0.1; "
-        child = self.process("-c", often + RUN, "-A", self.name, *arguments, **pipes)
-        os.close(theirs)
-        return child, ours
 
     def json(self, *arguments: str, exit_code: int = 0, typed: str | bytes | None = None) -> Any:
         """Return the document on stdout, which contains nothing else."""
@@ -166,17 +155,6 @@ class Project:
         return self.delays.get(task.id).status
 
 
-def read_until(terminal: int, text: str, times: int = 1) -> str:
-    """Read the output of a terminal until it contains a text this many times."""
-    said = ""
-    while said.count(text) < times:
-        try:
-            said += os.read(terminal, 65536).decode(errors="replace")
-        except OSError:  # Linux raises an error when the process has closed its terminal
-            raise AssertionError(f"ended without {text!r}: {said}") from None
-    return said
-
-
 def write(name: str, text: str) -> str:
     Path(f"{name}.py").write_text(text)
     return name
@@ -199,8 +177,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
 
 @pytest.fixture
 def shop(bare: Project) -> Project:
-    create_sqlite_file(bare.store.database.url)
-    bare.store.schema.metadata.create_all(bare.store.database.tx)
+    make_tables(bare.delays)
     return bare
 
 

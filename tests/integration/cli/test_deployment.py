@@ -1,4 +1,4 @@
-"""Test `status`, `check` and `db upgrade`, and how all commands find the Celery app."""
+"""Test `check` and `db upgrade`, and how all commands find the Celery app."""
 
 from __future__ import annotations
 
@@ -12,56 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from delaytasks import Status
 from delaytasks.cli.main import main
-from delaytasks.db.engines import create_sqlite_file
-from delaytasks.db.types import db_now_plus
-from delaytasks.model.text import installed_version
 from tests.integration.cli.conftest import Project, write
 from tests.services import RedisServer, free_port
-from tests.world.recording import set_columns
-
-
-def test_status_shows_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
-    store = shop.store
-    shop.schedule("ok", 60)
-    late = shop.schedule("ok")
-    shop.delays.cancel(shop.schedule("ok", 60))
-    shop("db", "upgrade")
-    set_columns(store, "tasks", {"id": late.id}, expected_time=db_now_plus(-90))
-    for name, busy in (("fresh", 1), ("silent", None), ("lost", None)):
-        store.workers.report(name, ["default", "letters"], "prefork", 2, 1500, busy=busy)
-    set_columns(store, "workers", {"name": "lost"}, seen_at=db_now_plus(-90))
-    assert store.workers.expire(80) == ["lost"]
-    set_columns(store, "workers", {"name": "silent"}, seen_at=db_now_plus(-60))
-    shop.schedule("mail")
-    store.claims("dead", None).claim_due("letters", [0], 1)
-    set_columns(store, "tasks", {"tag": "mail"}, lease_until=db_now_plus(-1))
-    never = {"partition": 0, "at": None, "age_s": None, "is_late": True, "armed_until": None}
-    assert shop.json("status")["sweeps"] == [never]
-    store.sweeps.begin_sweep(0, 1, 1)
-    found = shop.json("status")
-    counts = {"NOT_COMPLETE": 2, "CANCELLED": 1, "RUNNING": 1}
-    assert found["counts"] == {status.name: 0 for status in Status} | counts
-    assert (found["expired_leases"], found["overdue"]["count"]) == (1, 1)
-    assert 89 < found["overdue"]["late_s"] < 120
-    shown = ("name", "is_alive", "busy", "clock_offset_s", "version", "queues")
-    version, queues = installed_version(), ["default", "letters"]
-    assert [[worker[name] for name in shown] for worker in found["workers"]] == [
-        ["fresh", True, 1, 0.0015, version, queues],
-        ["silent", False, None, 0.0015, version, queues],
-    ]
-    assert [worker["name"] for worker in found["lost_workers"]] == ["lost"]
-    assert found["sweeps"][0]["age_s"] < 30
-    assert not found["sweeps"][0]["is_late"]
-    assert found["broker"] == {"url": "memory://", "is_up": True, "error": None}
-    assert found["timer"] == {"name": "eta", "is_up": True}
-    assert found["database"]["revision"] == found["database"]["head"]
-    said = shop("status").stdout
-    assert re.search(r"(?m)^NOT_COMPLETE +2$", said)
-    assert re.search(r"(?m)^overdue +1, the oldest since \S+Z, 1m3\ds ago$", said)
-    assert re.search(r"(?m)^fresh +yes .* 1 +2 +default, letters +\+2ms +\S+$", said)
-    assert "Worker lost was lost at" in said
 
 
 def test_status_reports_an_unavailable_broker_and_waits_for_no_silent_one(shop: Project) -> None:
@@ -74,19 +27,14 @@ def test_status_reports_an_unavailable_broker_and_waits_for_no_silent_one(shop: 
 
 
 def test_status_says_whether_the_redis_of_the_timer_answers(
-    bare: Project, start_redis: Callable[..., RedisServer]
+    shop: Project, start_redis: Callable[..., RedisServer]
 ) -> None:
     redis = start_redis()
-    redis.client().execute_command("ACL", "SETUSER", "default", "resetpass", ">canary")
-    bare.patch.setenv("DELAYTASKS_TIMER", redis.url.replace("://", "://:canary@"))
-    create_sqlite_file(bare.store.database.url)
-    bare.store.schema.metadata.create_all(bare.store.database.tx)
-    assert bare.json("status")["timer"] == {"name": "redis", "is_up": True}
-    assert re.search(r"(?m)^timer +redis: up$", bare("status").stdout)
+    shop.patch.setenv("DELAYTASKS_TIMER", redis.url)
+    sys.modules.pop(shop.name).delays.close()
+    assert shop.json("status")["timer"] == {"name": "redis", "is_up": True}
     redis.stop()
-    said = bare("status")
-    assert re.search(r"^timer +redis: down$", said.stdout, re.MULTILINE)
-    assert "canary" not in said.output
+    assert re.search(r"(?m)^timer +redis: down$", shop("status").stdout)
 
 
 def test_check_settings_has_the_origin_of_each_setting_and_no_password(bare: Project) -> None:
@@ -100,9 +48,8 @@ def test_check_settings_has_the_origin_of_each_setting_and_no_password(bare: Pro
     assert settings["delaytasks_sweep"][1] == "default"
     said = bare("check", "--settings")
     assert re.search(r"(?m)^delaytasks_lease +33s +environment ", said.stdout)
-    for text in (said.output, str(found)):
-        assert "db.example" in text
-        assert "canary" not in text
+    assert "db.example" in said.output
+    assert "canary" not in said.output
 
 
 def test_db_upgrade_creates_the_tables_and_drops_them_on_the_way_back(bare: Project) -> None:
@@ -123,27 +70,21 @@ def test_db_upgrade_creates_the_tables_and_drops_them_on_the_way_back(bare: Proj
 
 def test_check_finds_tasks_that_would_not_run_with_this_code(shop: Project) -> None:
     assert shop.json("check") == {"findings": [], "warnings": []}
-    late = shop.schedule("mail")
-    set_columns(shop.store, "tasks", {"id": late.id}, expected_time=db_now_plus(-90))
-    [warning] = shop.json("check")["warnings"]
+    shop.overdue("mail")
     said = "1 late task of the tag mail in the queue letters: No live worker serves the queue"
-    assert warning.startswith(said)
     shown = shop("check").stdout
     assert "every waiting task has a processor" in shown
     assert f"warning: {said}" in shown
-    shop.schedule("gone", 60)
-    shop.schedule("gone", 90)
+    for delay in (60, 90):
+        shop.schedule("gone", delay)
     [finding] = shop.json("check", exit_code=1)["findings"]
     facts = [finding[name] for name in ("tag", "queues", "tasks", "problem")]
     assert facts == ["gone", ["default"], 2, "no processor"]
     assert "2 tasks would not run well with this code" in shop("check").stdout
-    shop.insert(id=17)
     shop.insert(id=18, tag="deep", message_body="[" * 100_000)
     shop.delays.processor("deep", schema=dict)(lambda body: None)
-    nested = next(
-        each for each in shop.json("check", exit_code=1)["findings"] if each["ids"] == ["18"]
-    )
-    assert "recursion" in nested["problem"]
+    found = {each["tag"]: each["problem"] for each in shop.json("check", exit_code=1)["findings"]}
+    assert "recursion" in found["deep"]
 
 
 # -- How commands find the Celery app, and the errors of an app that cannot be used ---------------
@@ -166,8 +107,6 @@ UNUSABLE = [
         False,
     ),
     ("\n\n1 / 0", "the app 'unusable' failed: ZeroDivisionError: division by zero", True),
-    ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'", True),
-    (INCLUDES.format("taks"), f"{OF_APP} 'taks'", False),
     (INCLUDES.format("taks.mail"), f"{OF_APP} 'taks'", False),
     (INCLUDES.format("late_work"), f"{OF_APP} 'requsts'", True),
     (None, "named 'absent'; run the command in the folder of the module, or set PYTHONPATH", False),
@@ -211,8 +150,7 @@ def test_modules_that_the_app_imports_bring_the_instance_and_its_processors(
 
     assert answer("schedule", "here", "--delay", "0")["queue"] == "own"
     shop.patch.setenv("DELAYTASKS_APP", f"{shop.name}:app")
-    listed = CliRunner().invoke(main, ["list", "--json"])
-    assert len(json.loads(listed.stdout)["tasks"]) == 1, "the app comes from the environment"
+    assert "here" in CliRunner().invoke(main, ["list"]).stdout, "the app of the environment"
     assert answer("run")["succeeded"] == 1
 
 

@@ -25,30 +25,23 @@ def test_run_recovers_and_runs_overdue_tasks_without_a_broker_and_no_others(shop
     lost = shop.schedule()
     shop.store.claims("dead", None).claim_due("default", [0], 1)
     set_columns(shop.store, "tasks", lease_until=db_now_plus(-1))
-    overdue = [lost] + [shop.schedule("ok", priority=number % 3) for number in range(30)]
-    overdue.append(shop.schedule("mail"))
-    failed, unknown = shop.schedule("bad"), shop.schedule("nobody's")
+    # What a processor prints is not in the document.
+    overdue = [lost] + [shop.schedule("noisy", priority=number % 3) for number in range(30)]
+    mail, failed, unknown = (shop.schedule(tag) for tag in ("mail", "bad", "nobody's"))
     later = shop.schedule(delay=60)
+    assert shop.json("run", "--queue", "letters")["succeeded"] == 1
+    assert [task.id for task in shop.delays.find(status="DONE")] == [mail.id]
     answer = shop.json("run")
     assert answer.pop("seconds") >= 0
-    ended = {"succeeded": 32, "failed": 1, "is_stopped": False}
-    assert answer == {"claimed": 34, "failed_chunks": 0, **ended}
+    ended = {"succeeded": 31, "failed": 1, "is_stopped": False}
+    assert answer == {"claimed": 33, "failed_chunks": 0, **ended}
     assert {shop.status(task) for task in overdue} == {Status.DONE}
     assert shop.status(failed) is Status.FAILED
     assert shop.status(unknown) is shop.status(later) is Status.NOT_COMPLETE
-    for tag in ("ok", "bad", "nobody's"):
+    for tag in ("ok", "bad"):
         shop.schedule(tag)
     said = shop("run").stdout.splitlines()
-    assert re.fullmatch(r"took 3 tasks in \S+: 1 DONE, 1 FAILED", said[0])
-
-
-def test_run_runs_only_the_given_queues(shop: Project) -> None:
-    for _ in range(3):
-        shop.schedule("noisy")  # what it prints is not in the document
-        shop.schedule("mail")
-    assert shop.json("run", "--queue", "letters")["succeeded"] == 3
-    assert {task.tag for task in shop.delays.find(status="DONE")} == {"mail"}
-    assert shop.json("run")["succeeded"] == 3
+    assert re.fullmatch(r"took 2 tasks in \S+: 1 DONE, 1 FAILED", said[0])
 
 
 @pytest.mark.slow
@@ -86,32 +79,16 @@ def test_ctrl_c_stops_it_after_the_current_chunk(shop: Project) -> None:
 
 @pytest.mark.slow
 def test_celery_has_the_same_commands_with_its_own_app(shop: Project) -> None:
-    ids = [str(shop.schedule(delay=60 + number).id) for number in range(3)]
-
-    def said(*words: str, exit_code: int = 0) -> tuple[str, str]:
-        running = shop.process("-m", "celery", "-A", shop.name, "delays", *words)
-        out, err = running.communicate(timeout=30)
-        assert running.returncode == exit_code, err
-        return out, err
-
-    listed, _ = said("list", "--oldest-first", "--json")
-    assert [task["id"] for task in json.loads(listed)["tasks"]] == ids
-    _, more = said("list", "--limit", "1")
-    assert "--cursor " in more
-    shown, _ = said("show", ids[0])
-    assert f"Start a worker: celery -A {shop.name} worker" in shown
-    out, err = said("show", "5", "--json", exit_code=1)
-    assert (out, json.loads(err)["type"]) == ("", "TaskNotFoundError")
-    for option in ([], ["--json"]):
-        shop.schedule("bad")
-        _, log = said("run", *option)
-        assert ("task.failed" in log) is not bool(option), log
+    task = shop.schedule(delay=60)
+    shown = shop.process("-m", "celery", "-A", shop.name, "delays", "show", str(task.id))
+    out, err = shown.communicate(timeout=30)
+    assert shown.returncode == 0, err
+    assert f"Start a worker: celery -A {shop.name} worker" in out
 
 
-@pytest.mark.parametrize("option", [[], ["--json"]])
-def test_a_pipe_that_closes_early_causes_no_error_message(shop: Project, option: list[str]) -> None:
+def test_a_pipe_that_closes_early_causes_no_error_message(shop: Project) -> None:
     shop.delays.schedule_many(("ok", None, 60) for _ in range(100))
-    with shop.process("-c", RUN, "-A", shop.name, "list", *option) as running:
+    with shop.process("-c", RUN, "-A", shop.name, "list") as running:
         assert running.stdout is not None
         assert running.stderr is not None
         running.stdout.close()

@@ -21,7 +21,7 @@ from delaytasks.cli import servers
 from delaytasks.cli.servers import Place, make_server
 from delaytasks.console.application import standalone
 from delaytasks.console.viewers import FIRST_USER
-from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, new_entry
+from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys
 from delaytasks.http_api.routes import make_api
 from delaytasks.settings import Address
 from tests.integration.cli.conftest import Project
@@ -40,15 +40,13 @@ def test_access_adds_lists_and_removes_users_and_keys(shop: Project, tmp_path: P
     assert found.name == "shop"
     shown = {"name": "shop", "scopes": ["schedule:order.*", "read"]}
     assert json.loads(access("api --json --keys keys.json")) == [shown]
-    assert "schedule:order.*, read" in access("api --keys keys.json")
-    for wrong in ("shop --scope read", "other --scope admin", "other"):
+    for wrong in ("shop --scope read", "other --scope admin"):
         access(f"api {wrong} --keys keys.json", exit_code=2)
     password = "--password a-long-password"
     stored = "stored the user ann with the role operate\n"
     assert access(f"console ann --role operate {password}") == stored
     assert json.loads(access("console --json")) == [{"name": "ann", "role": "operate"}]
     assert access(f"console ann {password}") == stored, "a new password keeps the role"
-    assert "'NAME'" in access("console --remove", exit_code=2)
     assert "--scope requires access api" in access("console ann --scope read", exit_code=2)
     for remove in ("api shop --remove --keys keys.json", "console ann --remove"):
         access(remove)
@@ -146,12 +144,9 @@ def test_requests_that_are_half_sent_keep_no_others_out(monkeypatch: pytest.Monk
 
 
 def test_the_server_refuses_a_long_request_before_it_receives_the_body(tmp_path: Path) -> None:
-    key, entry = new_entry(["schedule:*"])
-    new, headers = {"tag": "order.close", "delay": 60}, {"Authorization": f"Bearer {key}"}
     with ExitStack() as opened:
         delays = opened.enter_context(closing(make_delays(f"sqlite:///{tmp_path / 'a.sqlite3'}")))
-        url = opened.enter_context(served(make_api(delays, ApiKeys({"shop": entry}))))
-        assert httpx.post(f"{url}/v1/tasks", json=new, headers=headers).status_code == 200
+        url = opened.enter_context(served(make_api(delays, ApiKeys({}))))
         connection = HTTPConnection(url.removeprefix("http://"), timeout=10)
         connection.putrequest("POST", "/v1/tasks")
         connection.putheader("Content-Length", str(10**9))

@@ -6,13 +6,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import signal
-import subprocess
-from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -21,10 +18,7 @@ from delaytasks import Status
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import UTC
 from delaytasks.operate import task_calls as bulk
-from delaytasks.runtime import runtime_of
-from tests.integration.cli.conftest import FAR, HOSTILE, Project, read_until
-from tests.services import free_port
-from tests.waiting import wait_until
+from tests.integration.cli.conftest import FAR, HOSTILE, Project
 from tests.world.recording import set_columns
 
 
@@ -49,22 +43,12 @@ def test_a_key_of_no_live_task_names_the_last_task_that_had_it(shop: Project) ->
     assert (found["id"], found["status"]) == (str(newest.id), "CANCELLED")
     error = shop.error("show", "--tag", "ok", "--key", "k2", exit_code=1)
     assert error["type"] == "TaskNotFoundError"
-    live = shop.schedule(key="k1", delay=30)
-    assert shop.json("show", "--tag", "ok", "--key", "k1")["id"] == str(live.id)
-
-
-def test_an_unavailable_broker_does_no_harm(shop: Project) -> None:
-    shop.patch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{free_port()}/0")
-    said = shop("schedule", "ok", "--delay", "1")
-    assert (said.exit_code, said.stdout[:9]) == (0, "scheduled")
-    assert len(shop.delays.find()) == 1
 
 
 def test_list_takes_times_before_now_and_prints_the_cursor_of_the_next_page(shop: Project) -> None:
     ids = [str(shop.schedule("mail", 60 + number, key=f"a b{number}").id) for number in range(5)]
-    near, old = shop.schedule("ok", 60), shop.schedule("ok")
-    set_columns(shop.store, "tasks", {"id": old.id}, expected_time=db_now_plus(-7200))
-    for due, tasks in (("1h..", [near]), ("..1h", [old]), ("3h..", [near, old])):
+    near, old = shop.schedule("ok", 60), shop.overdue("ok")
+    for due, tasks in (("1m..", [near]), ("..1m", [old]), ("3h..", [near, old])):
         found = shop.json("list", "--tag", "ok", "--due", due)["tasks"]
         assert [task["id"] for task in found] == [str(task.id) for task in tasks]
     seen, more = list[str](), list[str]()
@@ -121,8 +105,6 @@ def test_each_named_task_is_moved_even_if_another_one_cannot_move(shop: Project)
     failed = {"id": "5", "error": "there is no task 5", "type": "TaskNotFoundError"}
     changed = {"cancelled": ids[:1], "requested": [], "unchanged": ids[2:]}
     assert answer == {**changed, "failed": [failed]}
-    again = shop.json("rerun", *ids, "--delay", "1h", exit_code=1)
-    assert [task["id"] for task in again["rerun"] + again["failed"]] == [ids[0], ids[2], "5"]
     said = shop("reschedule", "5", str(third.id), "6", "--delay", "2h")
     assert said.stdout.startswith(f"rescheduled task {third.id} (ok): due ")
     errors = "Error: there is no task 5\nError: there is no task 6\n"
@@ -183,18 +165,16 @@ def test_commands_handle_rows_with_invalid_values(shop: Project) -> None:
 def test_ids_with_a_filter_or_a_shift_are_many_tasks_and_running_ones_are_left(
     shop: Project,
 ) -> None:
-    first, second, other = (str(shop.schedule(delay=60 + n).id) for n in range(3))
+    first, second = (str(shop.schedule(delay=60 + n).id) for n in range(2))
     assert shop("cancel", first, second, "--dry-run").stdout == "2 tasks would be cancelled\n"
     assert shop.json("reschedule", first, second, "--jitter", "1m", "--yes")["changed"] == 2
-    assert shop.json("cancel", other, "--tag", "mail", "--yes")["changed"] == 0
+    assert shop.json("cancel", first, "--tag", "mail", "--yes")["changed"] == 0
     id = str(shop.schedule().id)
     shop.store.claims("w", None).claim_due("default", [0], 1)
     left = shop("cancel", "--tag", "ok", "--dry-run").stderr
     assert left == "left as they are: 1 task (they run)\n"
-    assert shop.error("cancel", id, exit_code=1)["type"] == "TaskStateError"
-    found = shop.json("cancel", first, second, id, "--tag", "ok", "--yes")
-    assert (found["changed"], found["refused"], shop.delays.get(other).version) == (2, 1, 0)
-    assert shop.json("cancel", id, "--running")["requested"] == [id]
+    found = shop.json("cancel", first, id, "--tag", "ok", "--yes")
+    assert (found["changed"], found["refused"]) == (1, 1)
     assert "runs, and is asked to stop" in shop("cancel", id, "--running").stdout
 
 
@@ -203,35 +183,32 @@ def test_log_lists_the_actor_the_action_and_the_progress(shop: Project) -> None:
     shop.patch.setenv("LOGNAME", f"ann{HOSTILE}")
     shop.schedule(delay=60)
     shop("cancel", "--tag", "ok", "--yes")
-    shop.delays.bulk.cancel(ids=range(1, 51))
-    newest, first = shop.json("log")
-    shown = [first[name] for name in ("action", "state", "matched", "changed", "filter")]
+    [entry] = shop.json("log")
+    shown = [entry[name] for name in ("action", "state", "matched", "changed", "filter")]
     assert shown == ["cancel", "done", 1, 1, {"tag": "ok"}]
-    assert len(newest["filter"]["ids"]) == 50
     said = shop("log").stdout
     assert all(line.isprintable() for line in said.splitlines()), said
     assert r"ann\x1b[31mred" in said
-    assert len(shop("log", "--limit", "1").stdout.splitlines()) == 2
-    again = ("rerun", "--entry", first["id"], "--yes")
-    assert shop(*again).stdout == "rerun 1 task\n"
-    assert "left as they are: 1 task" in shop(*again).stderr
 
 
 @pytest.mark.parametrize(("typed", "status"), [("n", Status.NOT_COMPLETE), ("y", Status.CANCELLED)])
 def test_a_bulk_command_shows_the_count_and_asks(shop: Project, typed: str, status: Status) -> None:
     tasks = [shop.schedule(delay=60) for _ in range(3)]
-    running, terminal = shop.at_terminal("cancel", "--tag", "ok", stdout=subprocess.PIPE)
-    assert "3 tasks would be cancelled. Go on? [y/N]" in read_until(terminal, "[y/N]")
-    os.write(terminal, f"{typed}\n".encode())
-    out, _ = running.communicate(timeout=30)
-    os.close(terminal)
+    shop.is_at_terminal()
+    said = shop("cancel", "--tag", "ok", typed=f"{typed}\n")
+    assert "3 tasks would be cancelled. Go on? [y/N]" in said.stderr
     assert {shop.status(task) for task in tasks} == {status}
-    assert (running.returncode, out) == ((0, "cancelled 3 tasks\n") if typed == "y" else (1, ""))
+    wanted = (0, "cancelled 3 tasks\n") if typed == "y" else (1, "")
+    assert (said.exit_code, said.stdout) == wanted
 
 
-@pytest.fixture
-def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Interrupt each bulk command after its first step of two rows, until the patch is undone."""
+def test_a_stopped_shift_prints_how_to_go_on(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(6):
+        shop.schedule(delay=3600 + n)
+    ago = db_now_plus(-60)  # a shift leaves out tasks that have just moved
+    set_columns(shop.store, "tasks", create_time=ago, update_time=ago)
     step: Any = bulk.BulkRun._step
 
     def stopped(run: Any, ids: Any) -> Any:
@@ -240,25 +217,13 @@ def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         return step(run, ids)
 
     monkeypatch.setattr(bulk, "BULK_ROWS", 2)
-    with monkeypatch.context() as patch:
-        patch.setattr(bulk.BulkRun, "_step", stopped)
-        yield patch
-
-
-def test_a_stopped_shift_prints_how_to_go_on(shop: Project, ctrl_c: pytest.MonkeyPatch) -> None:
-    tasks = [shop.schedule(delay=3600 + n) for n in range(6)]
-    # A shift leaves out tasks that have just moved.
-    moved = max(each.update_time for each in shop.delays.find() if each.update_time)
-    wait_until(lambda: shop.store.database.now() > moved, 5, "time")
+    monkeypatch.setattr(bulk.BulkRun, "_step", stopped)
     said = shop("reschedule", "--tag", "ok", "--by", "1h", "--yes")
     hint = "stopped: rescheduled 2 of 6 tasks; to go on run it again, with "
+    assert (said.exit_code, said.stdout.startswith(hint)) == (1, True), said.stdout
+    monkeypatch.undo()
     more = said.stdout.removeprefix(hint).split()
-    assert (said.exit_code, said.stdout.startswith(hint), len(more)) == (1, True, 2), said.stdout
-    ctrl_c.undo()
-    rest = shop.json("reschedule", "--tag", "ok", "--by", "1h", "--yes", *more)
-    assert rest["changed"] == 4
-    shifts = {shop.delays.get(task).expected_time - task.expected_time for task in tasks}
-    assert shifts == {timedelta(hours=1)}
+    assert shop.json("reschedule", "--tag", "ok", "--by", "1h", "--yes", *more)["changed"] == 4
 
 
 # -- policies -------------------------------------------------------------------------------------
@@ -266,25 +231,19 @@ def test_a_stopped_shift_prints_how_to_go_on(shop: Project, ctrl_c: pytest.Monke
 
 def test_pause_and_limit_print_the_policy_with_its_author_and_its_tasks(shop: Project) -> None:
     assert "nothing is limited" in shop("limit").stderr
-    tasks = [shop.schedule("mail", 3600) for _ in range(3)]
     said = shop("pause", "--tag", "mail", "--actor", "[red]ann[/red]").stdout
     first, _, row = said.splitlines()
     assert first == "paused tag mail"
     assert re.fullmatch(r"tag +mail +yes +- +0 .* \[red\]ann\[/red\]", row), "as it was typed"
-    shop.hold(*tasks)
-    # An end does not shorten the pause.
+    shop.hold(shop.schedule("mail", 3600))
     said = shop("pause", "--tag", "mail", "--until", "2h").stdout
-    assert re.search("^tag +mail +yes +- +3 ", said, re.MULTILINE)
-    assert re.search("^- The tag mail is paused by .*, 3 held", shop("status").stdout, re.MULTILINE)
+    assert re.search("^tag +mail +yes +- +1 ", said, re.MULTILINE), "the pause is not shortened"
+    assert re.search("^- The tag mail is paused by .*, 1 held", shop("status").stdout, re.MULTILINE)
     assert shop("resume", "--tag", "mail").stdout == "resumed tag mail\n"
-    runtime_of(shop.delays).sweeper.release_resumed()
-    assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
     shop("pause", "--queue", "letters", "--until", "2030-01-31T18:00:00Z")
-    shop.hold(tasks[0])
     shop.insert(tag="mail", status=3, lease_until=db_now_plus(60), worker="w")
     said = shop("limit", "--tag", "mail", "--concurrency", "10", "--rate", "30/m").stdout
     assert re.search(r"^tag +mail +- +- +1 +1 +10 +- +30/m .*@", said, re.MULTILINE)
     said = shop("limit").stdout
     assert re.search(r"^queue +letters +yes +2030-01-31T18:00:00Z ", said, re.MULTILINE)
     assert [each["name"] for each in shop.json("limit", "--tag", "mail")] == ["mail"]
-    assert shop.json("limit", "--queue", "mail") == []
