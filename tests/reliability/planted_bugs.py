@@ -120,7 +120,7 @@ SAME_ANSWERS: list[Any] = [
     ("a_higher_limit_waits_for_probes", "limits.tracked_waitlists.TrackedWaitlists.limits_changed",
      None, "unit/dispatcher raised_limit"),
     ("answers_may_last_forever", "callbacks.sending.time_left_s",
-     1e6, "integration/http_callbacks body"),
+     1e6, "integration/callbacks body"),
     ("a_locked_row_holds_up_the_others", "run.chunk.is_locked",
      False, "conformance/claims left_locked"),
 ]  # fmt: skip

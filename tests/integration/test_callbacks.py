@@ -1,12 +1,17 @@
-"""HTTP callbacks: their requests, where they may go, and the answers that decide about a retry."""
+"""Callbacks by HTTP: requests, where they may go, and the answers that decide about a retry.
+Callbacks by queues: messages that foreign consumers read, and what becomes of the tasks.
+"""
 
 from __future__ import annotations
 
 import base64
+import json
+import secrets
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
@@ -15,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kombu import Connection, Exchange, Queue
+from redis import Redis
 from standardwebhooks import Webhook
 
 from delaytasks import (
@@ -24,21 +31,23 @@ from delaytasks import (
     Done,
     Fail,
     ForbiddenURLError,
+    InvalidInputError,
     Retry,
     RetrySchedule,
     Status,
 )
-from delaytasks.callbacks.sending import Callback, Guard, HttpCallbacks, retry_after_s
-from delaytasks.db import migrations
+from delaytasks.callbacks.sending import Callback, Guard, HttpCallbacks, Message, retry_after_s
 from delaytasks.model.clock import Clock
-from delaytasks.model.inputs import CALLBACK
+from delaytasks.model.inputs import CALLBACK, MESSAGE
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import load_settings
-from tests.proxy import Exchange, WebServer, answer, drip, hang, pour, reset
+from tests.conftest import closing_all
+from tests.proxy import Exchange as HttpExchange
+from tests.proxy import Proxy, WebServer, answer, drip, hang, pour, proxy_to, reset
 from tests.refusals import invalid
 from tests.services import free_port, self_signed
-from tests.waiting import within
-from tests.world.recording import delays_on, record, run_now
+from tests.waiting import in_child, within
+from tests.world.recording import delays_on, make_tables, record, run_now, runner_of
 
 SECRETS = ["whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"a", b"b")]
 #: Each test ends within this many seconds; the limits under test are much shorter.
@@ -81,14 +90,27 @@ def caller() -> Caller:
     return Caller()
 
 
+Make = Callable[..., DelayTasks]
+
+
 @pytest.fixture
-def delays(tmp_path: Path) -> Iterator[DelayTasks]:
-    settings = {"callback_allow": "127.0.0.1", "callback_secrets": SECRETS[0]}
-    made = delays_on(f"sqlite:///{tmp_path / 'test.sqlite3'}", **settings)
-    migrations.upgrade(runtime_of(made).store.database)
-    record(made)
-    yield made
-    made.close()
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Make instances with tables of their own, which may send to a broker."""
+
+    def new(broker_url: str = "", **settings: Any) -> DelayTasks:
+        settings = {"callback_broker_url": broker_url, "_callback_connect_s": 5, **settings}
+        delays = delays_on(f"sqlite:///{tmp_path / secrets.token_hex(4)}.sqlite3", **settings)
+        make_tables(delays)
+        record(delays)
+        return delays
+
+    with closing_all(new) as make:
+        yield make
+
+
+@pytest.fixture
+def delays(make: Make) -> DelayTasks:
+    return make(callback_allow="127.0.0.1", callback_secrets=SECRETS[0])
 
 
 def test_a_callback_is_a_post_of_json_that_the_official_package_verifies(web: WebServer) -> None:
@@ -162,14 +184,11 @@ def test_retry_after_lengthens_waits_to_a_cap(web: WebServer, caller: Caller) ->
 
     assert after("120") == after("120", status=429) == 120
     assert after("5") is None, "the first delay of the retry schedule is longer"
-    assert after("120", attempt=2) is None, "and so is the second"
     assert after("120", attempt=10) is None, "no delay is left"
     assert after("120", status=500) is None
     assert after("999999999") == 86400
     soon = format_datetime(datetime.now(timezone.utc) + timedelta(hours=1), usegmt=True)
     assert 3500 < after(soon) <= 3600
-    assert after("Thu, 01 Jan 1970 00:00:00 GMT") is None
-    assert after("soon") is None
     own = '{"retry": {"retry_delays_s": [1], "variation": 0}}'
     assert after("20", headers_json=own) == 20, "the task has a retry schedule of its own"
 
@@ -220,7 +239,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "an endless header": (partial(pour, b"HTTP/1.1 200 OK\r\nX: "), "network: "),
     "no HTTP": (lambda it: it.wfile.write(b"SSH-2.0-x\r\n\r\n") and None, "network: "),
     **{f"500, body: {it}": (fault, "HTTP 500") for it, fault in broken_bodies(500).items()},
-    **{f"200, body: {it}": (fault, "") for it, fault in broken_bodies(200).items()},
+    "200, body: a drip": (broken_bodies(200)["a drip"], ""),
 }
 
 
@@ -244,27 +263,19 @@ def test_an_answer_that_breaks_off_is_given_up_in_bounded_time_and_its_status_de
     assert web.accepted == 2, "its connection is not used again"
 
 
-@pytest.mark.parametrize("head", [CLOSING, CLOSING.replace(b"500 No", b"302 No\r\nLocation: /x")])
-def test_an_endless_answer_is_read_to_the_cap(web: WebServer, head: bytes) -> None:
-    web.answers["/"] = partial(pour, head)
-    outcome = Caller(timeout=600, read_s=600).post(web.url())
-    assert outcome.reason.startswith(f"HTTP {head.split()[1].decode()}")
-
-
-@pytest.mark.parametrize("joined", [True, False], ids=["one packet", "several packets"])
-def test_interim_answers_are_skipped_up_to_the_cap(
-    web: WebServer, caller: Caller, joined: bool
+def test_interim_answers_and_an_endless_body_are_read_up_to_the_cap(
+    web: WebServer, caller: Caller
 ) -> None:
-    def write(number: int, exchange: Exchange) -> None:
+    def write(number: int, exchange: HttpExchange) -> None:
         line = b"HTTP/1.1 %d Wait\r\nLink: </style.css>; rel=preload\r\n\r\n"
         parts = [line % (100, 103, 199)[n % 3] for n in range(number)] + [CLOSING]
-        for part in [b"".join(parts)] if joined else parts:
-            exchange.wfile.write(part)
-            exchange.wfile.flush()
+        exchange.wfile.write(b"".join(parts))
 
     for number, reason in ((10, "HTTP 500"), (10_000, "the response is too long")):
         web.answers["/"] = partial(write, number)
         assert reason in caller.post(web.url()).reason
+    web.answers["/"] = partial(pour, CLOSING)  # it is read to the cap
+    assert Caller(timeout=600, read_s=600).post(web.url()).reason.startswith("HTTP 500")
 
 
 def test_receivers_that_do_not_read_refuse_or_have_no_address_are_network_errors() -> None:
@@ -306,8 +317,8 @@ def test_tls_callbacks_ask_for_the_certificate_of_the_name_and_are_bounded_in_ti
             assert reason.startswith(f"network: SSLCertVerificationError at {host}:")
         assert len(server.received) == 1
         head = b"HTTP/1.1 500 No\r\nContent-Length: 1000000\r\n\r\n"
-        server.answers = {"/head": drip(head[:20], b"x"), "/body": drip(head, b"x"), "/hang": hang}
-        for path, reason in (("/head", "network: "), ("/hang", "network: "), ("/body", "HTTP 500")):
+        server.answers = {"/head": drip(head[:20], b"x"), "/body": drip(head, b"x")}
+        for path, reason in (("/head", "network: "), ("/body", "HTTP 500")):
             assert trusting.post(server.url(path, name, "https")).reason.startswith(reason)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         outcome = trusting.post(f"https://{name}:{mute.getsockname()[1]}/")
@@ -324,12 +335,8 @@ def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServ
     assert (first.tag, first.status) == (CALLBACK, Status.NOT_COMPLETE)
     assert first.error == "HTTP 500\nbusy"
     assert 14 < (first.expected_time - runtime_of(delays).clock.now()).total_seconds() <= 15
-    web.answers["/paid"] = reset
-    assert str(run_now(delays, scheduled).error).startswith("network: ")
     web.answers.clear()
     assert run_now(delays, scheduled).status is Status.DONE
-    attempts = delays.get(scheduled, attempts=True).attempts
-    assert [str(attempt.error).split(" ")[0] for attempt in attempts] == ["HTTP", "network:"]
     assert {request.headers["webhook-id"] for request in web.received} == {str(scheduled.id)}
     assert {request.body for request in web.received} == {b'{"order":7}'}
     web.answers["/"] = answer(500)
@@ -340,12 +347,25 @@ def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServ
     assert run_now(delays, task).status is Status.FAILED
 
 
+def test_several_callbacks_are_sent_at_a_time(delays: DelayTasks, web: WebServer) -> None:
+    meeting = threading.Barrier(10)
+
+    def meet(exchange: HttpExchange) -> None:
+        meeting.wait(20)
+        answer()(exchange)
+
+    web.answers["/paid"] = meet
+    calls = [delays.callbacks.post(web.url("/paid"), n, 0) for n in range(20)]
+    while runner_of(delays).run_due("default", range(10), 100).claimed:
+        pass
+    assert {delays.get(task).status for task in calls} == {Status.DONE}
+    assert sorted(int(request.body) for request in web.received) == list(range(20))
+
+
 def test_rows_of_other_programs_are_callbacks_too(delays: DelayTasks, web: WebServer) -> None:
-    good = delays.schedule_delay(CALLBACK, {"url": web.url()}, 0)
-    assert run_now(delays, good).status is Status.DONE
     named = {"url": web.url()}
-    refused: list[Any] = [None, {}, {**named, "method": "GET"}, {**named, "headers": {"Host": "x"}}]
-    for body in refused:
+    assert run_now(delays, delays.schedule_delay(CALLBACK, named, 0)).status is Status.DONE
+    for body in (None, {}, {**named, "method": "GET"}, {**named, "headers": {"Host": "x"}}):
         with pytest.raises(BodyRefusedError):
             delays.schedule_delay(CALLBACK, body, 0)
     for url in (7, "file:///etc/passwd", "https://10.0.0.1/"):
@@ -373,3 +393,118 @@ def test_what_cannot_be_sent_is_refused_when_it_is_scheduled(delays: DelayTasks)
     with invalid("body", match=r"\$\.body\.items"):
         post(url, {"items": {1}}, 0)
     assert len(delays.find()) == 0
+
+
+# -- Callbacks by queues --------------------------------------------------------------------------
+
+
+BODY = {"order": 7, "name": "é"}
+
+
+@pytest.fixture
+def queue() -> str:
+    """Return the name of a queue and of an exchange that only this test declares."""
+    return "dt_test_" + secrets.token_hex(4)
+
+
+@pytest.fixture
+def rabbit(rabbitmq_url: str, queue: str) -> Iterator[Any]:
+    """Yield a channel of a consumer."""
+    with Connection(rabbitmq_url) as connection:
+        yield connection.default_channel
+        connection.default_channel.queue_delete(queue)
+        for exchange in (queue, f"{queue}.topic"):  # the first one is kombu's
+            connection.default_channel.exchange_delete(exchange)
+
+
+def send(delays: DelayTasks, to: str, body: Any = None, **options: Any) -> DelayedTask:
+    return run_now(delays, delays.callbacks.publish(to, body, 0, **options))
+
+
+def is_retried(task: DelayedTask, error: str) -> bool:
+    """Return whether the task waits for another attempt because of an error."""
+    return task.status is Status.NOT_COMPLETE and error in (task.error or "")
+
+
+def bodies(channel: Any, queue: str) -> list[Any]:
+    """Return the bodies of the messages in a queue, and acknowledge them."""
+    messages = iter(lambda: channel.basic_get(queue, no_ack=True), None)
+    return [json.loads(message.body) for message in messages]
+
+
+def test_a_consumer_on_the_apps_rabbitmq_gets_body_and_id_as_soon_as_a_queue_is_declared(
+    make: Make, rabbitmq_url: str, rabbit: Any, queue: str
+) -> None:
+    delays = make("")  # without the setting, messages are sent to the broker of the app
+    runtime_of(delays).celery.conf.broker_url = rabbitmq_url
+    task = send(delays, queue, BODY, headers={"shop": "one", "n": 1})
+    assert is_retried(task, "NO_ROUTE")
+    rabbit.queue_declare(queue, durable=True, auto_delete=False)
+    assert run_now(delays, task).status is Status.DONE
+    with Connection(rabbitmq_url).SimpleQueue(queue) as messages:
+        message = messages.get(timeout=5)
+        message.ack()
+    assert message.payload == BODY
+    assert message.content_type == "application/json"
+    assert message.headers == {"shop": "one", "n": 1}
+    assert message.properties["message_id"] == str(task.id)
+    routed = partial(send, delays, body=BODY, exchange=f"{queue}.topic")
+    assert is_retried(routed("order.paid"), "NOT_FOUND - no exchange")
+    exchange = Exchange(f"{queue}.topic", "topic")(rabbit)
+    exchange.declare()
+    Queue(queue, exchange, "order.*")(rabbit).queue_bind()
+    assert routed("order.paid").status is Status.DONE
+    assert bodies(rabbit, queue) == [BODY]
+
+
+def test_a_consumer_on_redis_gets_a_message_of_kombu(
+    make: Make, redis_url: str, queue: str
+) -> None:
+    delays = make(redis_url)
+    task = send(delays, queue, BODY, headers={"shop": "one"})
+    assert task.status is Status.DONE
+    with Redis.from_url(redis_url) as client:
+        popped: Any = client.brpop([queue], timeout=5)
+    message = json.loads(popped[1])
+    assert json.loads(base64.b64decode(message["body"])) == BODY
+    assert message["headers"] == {"shop": "one"}
+    assert message["properties"]["message_id"] == str(task.id)
+    failed = send(delays, "key", BODY, exchange=queue)
+    problem = "redis has no exchanges: on it a message goes to a queue"
+    assert (failed.status, failed.error) == (Status.FAILED, problem)
+
+
+def test_connections_are_kept_and_replaced_and_never_shared(
+    make: Make, rabbitmq_url: str, proxies: list[Proxy], rabbit: Any, queue: str
+) -> None:
+    rabbit.queue_declare(queue, durable=True, auto_delete=False)
+    proxies.append(proxy := proxy_to(rabbitmq_url))
+    delays = make(proxy.url(rabbitmq_url), _callback_connect_s=1)
+    task, call = send(delays, queue, -3), runtime_of(delays).queue_callbacks
+    assert in_child(lambda: call(Message(queue, -2), task))
+    proxy.reset()
+    assert send(delays, queue, -1).runs == 1, "a connection that was closed uses no attempt"
+    assert proxy.accepted == 3
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: call(Message(queue, n), task), range(100)))
+    assert sorted(bodies(rabbit, queue)) == list(range(-3, 100))
+    assert proxy.accepted <= 3 + 4, "one for each thread"
+    proxy.swallow()
+    unconfirmed = send(delays, queue, BODY)
+    assert is_retried(unconfirmed, "timed out")
+    proxy.heal()
+    assert run_now(delays, unconfirmed).status is Status.DONE
+
+
+def test_an_invalid_queue_name_or_header_is_refused(make: Make) -> None:
+    delays = make("")
+    wrong: list[Any] = [None, 7, "", "a\n", "\ud800", "é" * 128]
+    for to in wrong:
+        with invalid("to"):
+            delays.callbacks.publish(to, None, 0)
+    with pytest.raises(InvalidInputError):
+        delays.callbacks.publish("key", None, 0, exchange=7)
+    with pytest.raises(BodyRefusedError):
+        delays.schedule_delay(MESSAGE, {"to": "x", "exchange": 7}, 0)
+    with invalid("headers"):
+        delays.callbacks.publish("queue", None, 0, headers=["a"])
