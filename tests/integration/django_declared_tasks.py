@@ -25,23 +25,13 @@ def add(first: int, second: int = 0) -> int:
     return first + second
 
 
-@task
-async def aadd(first: int, second: int) -> int:
-    return first + second
-
-
-@task
-def answer_with_an_object() -> object:
-    return object()
-
-
 @task(backend="patient")
 def fail(message: str) -> None:
     raise ValueError(message)
 
 
 @task(takes_context=True)
-def tell(context: TaskContext) -> list[Any]:
+async def atell(context: TaskContext) -> list[Any]:
     return [context.task_result.id, context.attempt]
 
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 from celery import Celery
 
 from delaytasks import celery as current
-from delaytasks.db.engines import create_sqlite_file
-from delaytasks.runtime import runtime_of
 from tests.django_site import database_entry, replace_mysqlclient
+from tests.world.recording import make_tables
 
 if TYPE_CHECKING:
     from delaytasks.contrib.django.instance import DjangoDelays
@@ -86,10 +85,8 @@ def instance_on(url: str, alias: str) -> Iterator[DjangoDelays]:
 
     add_database(alias, url)
     delays = DjangoDelays(new_celery_app(), alias, table_prefix=f"{alias}_")
-    store = runtime_of(delays).store
     try:
-        create_sqlite_file(store.database.url)
-        store.schema.metadata.create_all(store.database.tx)
+        store = make_tables(delays)
         yield delays
         store.schema.metadata.drop_all(store.database.tx)
     finally:

@@ -17,8 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from celery import Celery
-from fastapi import BackgroundTasks, FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException
 from flask import Flask
 from flask import session as flask_session
 from sqlalchemy import event
@@ -35,18 +34,16 @@ from delaytasks.console.viewers import Role, Viewer
 from delaytasks.contrib import asgi
 from delaytasks.contrib import flask as flask_mounts
 from delaytasks.contrib.asgi import delays_lifespan, request_transaction
-from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.store import Store
 from delaytasks.http_api.api_keys import ApiKeys, new_entry
 from delaytasks.http_api.routes import make_api
 from delaytasks.model.clock import wall_ms
 from delaytasks.runtime import runtime_of
-from delaytasks.testing import create_tables
 from tests.doc_pages import blocks
 from tests.integration.django_settings import configured
 from tests.running import ROOT
 from tests.ui.console_site import make_delays
-from tests.world.recording import delays_on, engine_at, run
+from tests.world.recording import delays_on, engine_at, make_tables, run
 
 SECRET = "a secret of the shop"
 NEW = {"tag": "order.close", "body": {"order": 7}, "delay": 60}
@@ -184,6 +181,8 @@ def test_the_users_of_the_application_are_the_viewers_of_the_console(
             name = flask_session.setdefault("user", "ann")  # not that of the console
         return Viewer(name, Role.OPERATE) if people else None
 
+    with pytest.raises(ConfigError, match="secret_key"):
+        make_console(delays, viewer)
     console = make_console(delays, viewer, secret_key=SECRET)
     assert console.secret_key != SECRET, "the console cannot sign the sessions of the app"
     with mount({"/delays": console}) as client:
@@ -192,24 +191,15 @@ def test_the_users_of_the_application_are_the_viewers_of_the_console(
         text = client.get("/delays/tasks").text
         assert "<title>Tasks" in text
         assert 'hx-get="/delays/tasks"' in text, "the live view asks for this page again"
-        style = re.search(r'href="(/delays/static/console\.css[^"]*)"', text)
-        assert style is not None
-        assert "--ground" in client.get(style[1]).text
+        [style] = re.findall(r'href="(/delays/static/console\.css[^"]*)"', text)
+        assert "--ground" in client.get(style).text
         [token, *_] = re.findall(r'name="csrf" value="([^"]+)"', text)
         data = {"csrf": token, "tag": "mail", "next": "/policies"}
         answer = client.post("/delays/do/pause", data=data)
         assert (answer.status_code, answer.headers["Location"]) == (303, "/delays/policies")
         assert delays.policies.list(tag="mail")[0].updated_by == "ann"
-        data["csrf"] = "wrong"
-        assert client.post("/delays/do/resume", data=data).status_code == 403
         people.clear()
         assert client.get("/delays/").status_code == 401
-        assert client.get("/delays/health/live").status_code == 200
-
-
-def test_a_console_of_an_application_needs_its_secret(delays: DelayTasks) -> None:
-    with pytest.raises(ConfigError, match="secret_key"):
-        make_console(delays, lambda _: None)
 
 
 def in_chunks(size: int) -> Iterator[bytes]:
@@ -292,12 +282,8 @@ def test_a_requests_transaction_is_committed_before_a_good_response(
 
         await app(scope, receive, sent)
 
-    @app.post("/visits")
-    async def visit(background: BackgroundTasks) -> None:
-        background.add_task(delays.aschedule_delay, "visit.count", {}, 60)
-
-    async def bodies(tag: str) -> list[Any]:
-        return [task.body for task in (await delays.afind(tag=tag)).tasks]
+    async def bodies() -> list[Any]:
+        return [task.body for task in (await delays.afind()).tasks]
 
     async def go() -> None:
         transport = httpx.ASGITransport(noticed, raise_app_exceptions=False)
@@ -318,13 +304,11 @@ def test_a_requests_transaction_is_committed_before_a_good_response(
             for outcome, status in (("refused", 409), ("failed", 500)):
                 assert (await client.post(f"/orders/{outcome}")).status_code == status
             assert "commit" not in order
-            assert await bodies("order.close") == []
+            assert await bodies() == []
             order.clear()
             assert (await client.post("/orders/returned")).status_code == 200
             assert order[:2] == ["commit", "http.response.start"]
-            assert await bodies("order.close") == ["returned"]
-            await client.post("/visits")
-            assert await bodies("visit.count") == [{}], "a background task"
+            assert await bodies() == ["returned"]
             event.listen(engine.sync_engine, "commit", fail)
             assert (await client.post("/orders/returned")).status_code == 500, "a failed commit"
 
@@ -332,10 +316,7 @@ def test_a_requests_transaction_is_committed_before_a_good_response(
         run(go())
 
 
-@pytest.mark.parametrize("make", [FastAPI, Starlette])
-def test_the_lifespan_closes_after_that_of_the_application(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lifespan_closes_after_that_of_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
     delays, order = delays_on("sqlite://"), list[str]()
     monkeypatch.setattr(type(runtime_of(delays)), "close", lambda self: order.append("closed"))
 
@@ -346,7 +327,7 @@ def test_the_lifespan_closes_after_that_of_the_application(
         order.append("ended")
 
     async def go() -> None:
-        app = make(lifespan=delays_lifespan(delays, own))
+        app = Starlette(lifespan=delays_lifespan(delays, own))
         async with app.router.lifespan_context(app) as state:
             assert state == {"name": "shop"}
             assert order == ["began"]
@@ -355,18 +336,9 @@ def test_the_lifespan_closes_after_that_of_the_application(
     assert order == ["began", "ended", "closed"]
     monkeypatch.undo()
     delays.close()
-
-
-def test_a_wrong_setting_stops_the_application_at_its_start() -> None:
-    delays = DelayTasks(Celery("shop", broker="memory://"), "sqlite:///x", lease=-1)
-
-    async def go() -> None:
-        app = Starlette(lifespan=delays_lifespan(delays))
-        with pytest.raises(ConfigError):
-            async with app.router.lifespan_context(app):
-                pass
-
-    run(go())
+    delays = delays_on("sqlite://", lease=-1)
+    with pytest.raises(ConfigError):
+        run(go())
 
 
 # -- the applications in docs/frameworks.md, as they are on the page -------------------------------
@@ -397,9 +369,7 @@ def test_a_request_schedules_in_its_transaction(
 ) -> None:
     names = application(framework, tmp_path, monkeypatch)
     delays = names["delays"]
-    create_sqlite_file(runtime_of(delays).store.database.url)
-    with runtime_of(delays).store.database.begin() as connection:
-        create_tables(connection, delays)
+    make_tables(delays)
     transport = httpx.ASGITransport(names["app"], raise_app_exceptions=False)
 
     async def go() -> None:
