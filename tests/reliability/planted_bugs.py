@@ -565,6 +565,15 @@ def the_first_occurrences_wait_for_a_sweep(_: Any, at: Any, schedule: Any) -> An
     return schedule
 
 
+@bug("recurring.creation.RecurringTable.take_keys", "conformance/recurring its_key")
+def tasks_of_schedules_own_no_keys(_: Any, _table: Any, _on: Any, tasks: Any) -> Any:
+    return {task.id for task in tasks}
+
+
+@bug("run.chunk.ChunkRunner.wait_for_detached", "unit/side_by_side of_a_waitlist")
+def a_recovered_row_of_a_waitlist_runs_beside_others(_: Any, _runner: Any) -> None: ...
+
+
 class _Published(Done):
     """Takes the place of the outcome that defers a message."""
 
