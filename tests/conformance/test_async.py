@@ -7,7 +7,6 @@ import threading
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -20,9 +19,9 @@ from sqlalchemy.orm import Session
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, Fail, Status
 from tests.waiting import wait_until, within
-from tests.world import MonkeyPatch, World
+from tests.world import World
 from tests.world.broker import RecordingTimer
-from tests.world.recording import LIMIT_S, WaitingTimer, engine_at, run, run_now
+from tests.world.recording import LIMIT_S, WaitingTimer, engine_at, run
 
 # The asynchronous twins in threads
 
@@ -51,19 +50,6 @@ def test_many_calls_empty_no_pool_and_block_no_loop(world: World) -> None:
     assert threading.get_ident() not in threads
 
 
-def test_the_thread_has_the_context_variables_of_the_caller(delays: DelayTasks) -> None:
-    tenant, seen = ContextVar("tenant", default="none"), list[str]()
-    delays.events.subscribe(lambda name, fields: seen.append(tenant.get()))
-
-    async def go(name: str) -> None:
-        tenant.set(name)
-        await delays.aschedule_delay("mail", {}, 5)
-
-    for name in ("acme", "umbrella"):
-        run(go(name))
-    assert seen == ["acme", "umbrella"]
-
-
 async def begin_to_arm(call: Awaitable[Any], timer: WaitingTimer) -> asyncio.Future[Any]:
     """Begin a call, and return it when its row is committed, while the timer arms it."""
     task = asyncio.ensure_future(call)
@@ -89,31 +75,16 @@ def test_a_call_cancelled_later_completes(delays: DelayTasks, waiting_timer: Wai
     wait_until(lambda: waiting_timer.ids, LIMIT_S, "the task to be armed")
 
 
-def test_an_asynchronous_processor_awaits_the_twins(delays: DelayTasks) -> None:
-    async def follow_up(body: Any) -> None:
-        await delays.aschedule_delay("second", body, 60)
-
-    delays.processor("first")(follow_up)
-    assert run_now(delays, delays.schedule_delay("first", {"n": 1}, 0)).status is Status.DONE
-    assert [task.body for task in delays.find(tag="second")] == [{"n": 1}]
-
-
-@pytest.mark.parametrize("how", ["stop", "exit"])
-def test_a_coroutine_that_stops_the_event_loop_stops_no_other_one(world: World, how: str) -> None:
+def test_a_coroutine_that_stops_the_event_loop_stops_no_other_one(world: World) -> None:
     began = list[str]()
-
-    async def exit_in_a_task() -> None:
-        raise SystemExit
 
     @world.delays.processor("waits")
     async def waits(body: str) -> None:
         began.append(body)
         while len(began) < 2:
             await asyncio.sleep(0)
-        if body == "stops" and how == "stop":
+        if body == "stops":
             asyncio.get_running_loop().stop()
-        elif body == "stops":
-            asyncio.create_task(exit_in_a_task())  # noqa: RUF006
         await asyncio.sleep(0.01)
 
     tasks = [world.schedule("waits", body) for body in ("stops", "waits")]
@@ -181,9 +152,6 @@ def test_each_method_works_on_an_async_session(delays: DelayTasks, database_url:
 
     async def go() -> None:
         async with engine_at(database_url) as engine:
-            async with AsyncSession(engine) as session:
-                await use(session)
-                await session.rollback()
             async with engine.connect() as connection:
                 await use(connection)
             local = sqla.async_scoped_session(sqla.async_sessionmaker(engine), asyncio.current_task)
@@ -235,55 +203,37 @@ def test_arming_blocks_no_event_loop_and_a_commit_that_is_cancelled_meanwhile_is
 # `result` and its twin return when a task has ended
 
 
-@pytest.fixture
-def reads(world: World, monkeypatch: MonkeyPatch) -> list[int]:
-    """Return the ids of the rows that calls have read, in their order."""
-    tasks, read = world.store.tasks, list[int]()
-    read_row = tasks.read
-
-    def note(id: int, on: Any = None) -> DelayedTask:
-        found = read_row(id, on)
-        read.append(id)
-        return found
-
-    monkeypatch.setattr(tasks, "read", note)
-    return read
-
-
-def test_threads_and_coroutines_wait_for_results(world: World, reads: list[int]) -> None:
+def test_threads_and_coroutines_wait_for_results(world: World) -> None:
     delays = world.delays
     delays.processor("sum", keep_result=True)(sum)
     delays.processor("fails")(lambda body: Fail("no"))
-    tasks = [world.schedule("sum", [n, 1], key=str(n)) for n in range(3)]
-    fails, far = world.schedule("fails", None), world.schedule(delay=60, key="k")
-    reads.clear()
+    tasks = [world.schedule("sum", [n, 1]) for n in range(3)] + [world.schedule("fails")]
+    far = world.schedule(delay=60, key="k")
 
     async def go() -> list[Any]:
         in_thread = partial(asyncio.get_running_loop().run_in_executor, pool)
-        by_key = partial(delays.result, tag="note", key="k", timeout="20s")
-        waits: list[Any] = [in_thread(by_key)]
-        waits += [asyncio.ensure_future(delays.aresult(tag="sum", key="1", timeout="20s"))]
-        while not {tasks[1].id, far.id} <= {*reads}:
-            await asyncio.sleep(0.01)  # a key has no task any more after the task has ended
-        waits += [in_thread(delays.result, one, 20) for one in (*tasks, fails)]
-        waits += [asyncio.ensure_future(delays.aresult(one, 20)) for one in (*tasks, fails)]
+        by_key: Any = {"tag": "note", "key": "k", "timeout": "20s"}
+        waits: list[Any] = [in_thread(partial(delays.result, **by_key))]
+        waits += [in_thread(delays.result, one, 20) for one in tasks]
+        waits += [asyncio.ensure_future(delays.aresult(**by_key))]
+        waits += [asyncio.ensure_future(delays.aresult(one, 20)) for one in tasks]
         together = asyncio.gather(*waits, return_exceptions=True)
+        while sum("delay_task_key" in statement for statement in seen) < 2:
+            await asyncio.sleep(0.01)  # a key has no task any more after the task has ended
         await asyncio.wait([together], timeout=0.1)
         assert not any(one.done() for one in waits), "they wait for tasks that have not ended"
-        await in_thread(world.run, *tasks, fails)
+        await in_thread(world.run, *tasks)
         await in_thread(delays.cancel, far)
         return await together
 
-    with ThreadPoolExecutor(6) as pool:
-        cancelled, two, *ended = run(go())
-    assert isinstance(cancelled, e.TaskCancelledError)
-    assert str(cancelled).endswith("is CANCELLED")
-    assert (cancelled.id, cancelled.status) == (far.id, Status.CANCELLED)
-    assert two == 2
-    for *results, failed in (ended[:4], ended[4:]):
+    with ThreadPoolExecutor(6) as pool, world.statements() as seen:
+        found = run(go())
+    for cancelled, *results, failed in (found[:5], found[5:]):
+        assert isinstance(cancelled, e.TaskCancelledError)
+        assert (cancelled.id, cancelled.status) == (far.id, Status.CANCELLED)
         assert results == [1, 2, 3]
         assert isinstance(failed, e.TaskFailedError)
-        assert (str(failed), failed.id) == (f"task {fails.id} (fails) is FAILED: no", fails.id)
+        assert str(failed) == f"task {tasks[3].id} (fails) is FAILED: no"
     assert delays.result(tasks[0].id, 0) == run(delays.aresult(tasks[0].id, 0)) == 1
 
 
@@ -296,27 +246,6 @@ def test_a_task_that_does_not_end_in_time_is_a_timeout(world: World) -> None:
         assert isinstance(caught.value, TimeoutError)
     with pytest.raises(e.TaskNotFoundError):
         world.delays.result(7, 1)
-
-
-def test_a_coroutines_pauses_between_reads_grow(world: World, monkeypatch: MonkeyPatch) -> None:
-    world.delays.processor("sum", keep_result=True)(sum)
-    task = world.schedule("sum", [1])
-    pauses: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 12:
-            world.run(task)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    assert run(world.delays.aresult(task)) == 1
-    assert pauses == sorted(pauses)
-    assert (pauses[0], pauses[-1]) == (0.02, 0.5)
-    pauses.clear()
-    monkeypatch.setattr("delaytasks.operate.task_calls.monotonic", lambda: sum(pauses))
-    with pytest.raises(e.WaitTimeoutError):
-        run(world.delays.aresult(world.schedule(delay=60), 0.1))
-    assert sum(pauses) == pytest.approx(0.1), "none is longer than the timeout"
 
 
 def test_no_coroutine_reads_in_its_sessions_transaction(world: World, database_url: str) -> None:

@@ -21,7 +21,7 @@ import delaytasks as e
 from delaytasks import DelayTasks, NewTask, Status
 from delaytasks.model.inputs import MAX_DELAY_S
 from tests.conformance.test_transactions import every_call
-from tests.fuzzing import fuzz, plain
+from tests.fuzzing import fuzz, json_like
 from tests.refusals import raised
 from tests.world import MakeWorld, World
 
@@ -58,14 +58,6 @@ class Unsayable:
         raise RuntimeError("no words")
 
 
-class TwoFaced(list):  # type: ignore[type-arg]
-    """A body that changes while it is written."""
-
-    def __iter__(self) -> Iterator[Any]:
-        face, self.face = getattr(self, "face", 1), nested(100_000)
-        return iter([face])
-
-
 # Invalid arguments
 
 
@@ -98,7 +90,7 @@ BAD_BODIES: dict[str, list[Any]] = {
     "$.a": [{"a": value} for value in ({1: 2}, Decimal("1.5"), print, float("nan"), b"x")],
     "$.a[0]": [cycle(), {"a": [10**5000]}],
     "$.a[1]": [{"a": [1, b"x"]}, {"a": ({}, {True: 1})}],
-    "": [doubled(), TwoFaced([1])],
+    "": [doubled()],
 }
 BAD_BODIES["$"] += [body for bad in UNSTORABLE for body in (bad, [bad], {"a": bad}, {bad: 1})]
 BAD_NAMES = [
@@ -194,17 +186,11 @@ CALLS: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     ),
     "processor": (DelayTasks.processor, {"tag": "mail", "queue": "q", "body_version": 1}),
     "get": (DelayTasks.get, {"task": WAITS}),
-    "get by key": (DelayTasks.get, {"tag": "mail", "key": "k"}),
     "cancel": (lambda d, **of: raised(d.cancel(**of)), {"task": WAITS, "version": 0}),
     "cancel by key": (lambda d, **of: raised(d.cancel(**of)), {"tag": "mail", "key": "k"}),
     "reschedule": (DelayTasks.reschedule, {"task": WAITS, "delay": 5, "version": 0}),
-    "reschedule at": (DelayTasks.reschedule, {"task": WAITS, "at": THEN}),
     "touch": (DelayTasks.touch, {"task": WAITS, "delay": 5}),
     "touch ids": (lambda d, task, delay: d.touch([WAITS, task], delay), {"task": 1, "delay": 5}),
-    "touch keys": (
-        lambda d, tag, key: d.touch(tag=tag, key=["k", key], delay=5),
-        {"tag": "mail", "key": "k"},
-    ),
     "rerun": (DelayTasks.rerun, {"task": FAILED, "delay": 5, "version": 0}),
     "find": (DelayTasks.find, FILTERS | {"cursor": None, "limit": 10}),
     "bulk spread": (lambda d, jitter: d.bulk.reschedule(jitter=jitter, tag="mail"), {"jitter": 5}),
@@ -216,7 +202,6 @@ CALLS: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "pause a tag": (lambda d, **of: d.policies.pause(**of), {"tag": "mail", "until": "2h"}),
     "pause a queue": (lambda d, queue: d.policies.pause(queue=queue), {"queue": "q"}),
     "resume": (lambda d, tag: d.policies.resume(tag=tag), {"tag": "mail"}),
-    "remove": (lambda d, queue: d.policies.remove(queue=queue), {"queue": "q"}),
     "limit": (lambda d, **of: d.policies.set(tag="mail", **of), LIMITS),
     "recur": (lambda d, **of: d.recurring.set(tag="mail", **of), RECURRING),
     "recur by cron": (
@@ -264,34 +249,26 @@ REFUSED: list[tuple[str, Callable[[Any], object], str]] = [
     ("delay", lambda d: d.schedule_delay("mail", {}, MAX_DELAY_S + 0.001), "at most 522w6d"),
     ("jitter", lambda d: d.schedule_delay("mail", {}, MAX_DELAY_S, jitter=MAX_DELAY_S), "522w6d"),
     ("delay", lambda d: d.schedule_delay("mail", {}, 5, at=THEN), ""),
-    ("delay", lambda d: d.schedule_delay("mail", {}), ""),
-    ("delay", lambda d: d.reschedule(WAITS, 5, at=THEN), ""),
     ("delay", lambda d: d.reschedule(WAITS), ""),
     ("at", lambda d: d.schedule_many([("mail", {}, NAIVE)]), "2030"),
     ("delay", lambda d: d.bulk.reschedule(60, jitter=60, tag="mail"), "jitter"),
     ("status", lambda d: d.find(status=[]), "name 1 to 1,000"),
-    ("ids", lambda d: d.find(ids=[]), "name 1 to 1,000"),
     ("step", lambda d: d.statistics.series(step="90s"), "whole minutes"),
-    ("step", lambda d: d.statistics.series(step=0), "whole minutes"),
     ("step", lambda d: d.statistics.series(since=THEN - 9 * DAY, until=THEN), "longer step"),
     ("since", lambda d: d.statistics.series(since=THEN, until=THEN), "empty"),
     ("since", lambda d: d.statistics.series(since="3d"), "two days"),
     ("tags", lambda d: d.statistics.series(tags="mail"), "list"),
     ("everything", lambda d: d.bulk.cancel(), "everything=True"),
-    ("everything", lambda d: d.bulk.cancel(tag=None, dry_run=True), "everything=True"),
     ("colour", lambda d: d.bulk.cancel(colour="red"), "known: "),
     ("status", lambda d: d.bulk.cancel(status="DONE"), "HELD, NOT_COMPLETE, not DONE"),
     ("status", lambda d: d.bulk.rerun(status="RUNNING"), "CANCELLED, FAILED, not RUNNING"),
     ("delay", lambda d: d.bulk.reschedule(tag="a"), "one of the four"),
-    ("delay", lambda d: d.bulk.reschedule(5, by=5, tag="a"), "one of the four"),
     ("until", lambda d: d.policies.pause(tag="a", until="0s"), "is over"),
     ("until", lambda d: d.policies.pause(tag="a", until=datetime(2026, 1, 1, tzinfo=UTC)), "'2h'"),
-    ("tag", lambda d: d.policies.pause(), "a tag or a queue"),
     ("tag", lambda d: d.policies.resume(tag="a", queue="b"), "a tag or a queue"),
     ("concurrency", lambda d: d.policies.set(tag="a"), "what"),
     ("queue", lambda d: d.policies.set(queue="slow", concurrency=3), "limits are for tags"),
     ("tag", lambda d: d.recurring.set("r", "", every=5), ""),
-    ("cron", lambda d: d.recurring.set("r", "mail"), ""),
     ("cron", lambda d: d.recurring.set("r", "mail", cron="* * * * *", every=5), ""),
     ("jitter", lambda d: d.recurring.set("r", "mail", every=5, jitter=-1), ""),
 ]
@@ -460,31 +437,17 @@ def test_the_past_is_accepted_and_runs_now(world: World) -> None:
 # Random bodies and arguments
 
 
-storable = st.text(
-    st.characters(blacklist_categories=("Cs",), blacklist_characters="\x00"), max_size=40
-)
-json_bodies = st.recursive(
-    plain | st.floats(allow_nan=False, allow_infinity=False) | storable,
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(storable, inner, max_size=5),
-    max_leaves=30,
-)
-#: Values that JSON cannot represent, anywhere in a body.
-junk = st.one_of(
-    *(st.binary(), st.sets(st.integers(), min_size=1), st.complex_numbers(), st.decimals()),
-    *(st.just(float("nan")), st.just(float("-inf")), st.just(Ellipsis), st.functions()),
-    *(st.datetimes(), st.timedeltas(), st.uuids(), st.builds(object), st.builds(Unsayable)),
-    st.dictionaries(st.integers() | st.none() | st.tuples(), json_bodies, min_size=1),
-    st.sampled_from(UNSTORABLE),
-)
 anything = st.one_of(
-    *(json_bodies, junk, st.integers(), st.floats(), st.text()),
+    *(json_like, st.integers(), st.floats(), st.text(), st.sampled_from(UNSTORABLE)),
+    *(st.binary(), st.sets(st.integers(), min_size=1), st.complex_numbers(), st.decimals()),
+    *(st.timedeltas(), st.uuids(), st.functions(), st.builds(object), st.builds(Unsayable)),
     st.datetimes(timezones=st.none() | st.just(UTC)),
+    st.dictionaries(st.integers() | st.none() | st.tuples(), json_like, min_size=1),
 )
-quick = fuzz(60)
 
 
 @pytest.mark.slow
-@quick
+@fuzz(60)
 @given(name=st.sampled_from(sorted(CALLS)), data=st.data())
 def test_any_arguments_give_a_task_or_our_error(
     world: World, name: str, data: st.DataObject

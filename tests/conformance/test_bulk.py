@@ -203,10 +203,9 @@ def test_a_bulk_call_works_in_small_steps_and_its_audit_row_shows_each(
     assert entry.finished_at is not None
     assert entry.started_at == result.started <= min(entry.finished_at, entry.seen_at)
     delays.bulk.reschedule(by=-60, everything=True)
-    newest, _ = delays.bulk.log()
+    [newest] = delays.bulk.log(limit=1)
     assert newest.filter == {"everything": True, "to": "-60.0 s"}
     assert "@" in newest.actor
-    assert [one.id for one in delays.bulk.log(limit=1)] == [newest.id]
 
 
 @pytest.mark.usefixtures("small")
@@ -295,12 +294,8 @@ def test_cancelled_tasks_wait_again_with_keys_and_times(world: World, delays: De
     tasks[2] = put(world, tasks[2], due_time=tasks[2].expected_time - timedelta(hours=1))
     schedule(delays, tag="pay", key="k")
     [run] = delays.bulk.cancel(everything=True).runs
-    assert not world.rows(select(world.table("keys")))
     assert counts(delays.bulk.rerun(entry=run, tag="mail", dry_run=True)) == (7, 0, 0)
-    progress: list[BulkResult] = []
-    options: Any = {"tag": "mail", "actor": "ann", "on_progress": progress.append}
-    assert counts(delays.bulk.rerun(entry=run, **options)) == (7, 7, 0)
-    assert len(progress) == 4
+    assert counts(delays.bulk.rerun(entry=run, tag="mail", actor="ann")) == (7, 7, 0)
     found = [delays.get(task) for task in tasks]
     assert {(task.status, task.runs) for task in found} == {(WAITS, 0)}
     assert [task.due for task in found] == [task.due for task in tasks]
@@ -309,7 +304,6 @@ def test_cancelled_tasks_wait_again_with_keys_and_times(world: World, delays: De
     [entry, cancel] = delays.bulk.log()
     assert (entry.action, entry.actor, entry.filter["entry"]) == ("rerun", "ann", str(run))
     assert counts(delays.bulk.rerun("1h", entry=cancel, tag="pay")) == (1, 1, 0)
-    assert counts(delays.bulk.rerun(entry=str(run))) == (8, 0, 8), "they have moved"
     assert 3540 < due_in(delays, delays.get(tag="pay", key="k")) <= 3600
 
 
@@ -349,52 +343,15 @@ def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(world: World, po
 
 
 def test_only_the_entry_of_a_cancel_that_has_ended_can_be_rerun(
-    world: World, delays: DelayTasks, monkeypatch: MonkeyPatch
+    delays: DelayTasks, monkeypatch: MonkeyPatch
 ) -> None:
-    put(world, schedule(delays), status=int(FAILED))
-    for result in (delays.bulk.rerun(tag="mail"), delays.bulk.reschedule(60, tag="mail")):
-        with invalid("entry", match="only the tasks of a cancel"):
-            delays.bulk.rerun(entry=result.runs[0])
-    with invalid("entry", match="no log entry 7"):
-        delays.bulk.rerun(entry=7)
-    with invalid("entry"):
-        delays.bulk.rerun(entry="none")
+    schedule(delays)
+    [moved] = delays.bulk.reschedule(60, tag="mail").runs
     monkeypatch.setattr("delaytasks.db.bulk_moves.Audit.end", lambda *_: None)
-    died = delays.bulk.cancel(tag="mail").runs[0]
-    assert delays.bulk.log(limit=1)[0].state == "running"
-    with invalid("entry", match="still runs"):
-        delays.bulk.rerun(entry=died)
+    [died] = delays.bulk.cancel(tag="mail").runs
+    says = ((moved, "only the tasks of a cancel"), (7, "no log entry 7"), (died, "still runs"))
+    for entry, why in says:
+        with invalid("entry", match=why):
+            delays.bulk.rerun(entry=entry)
     monkeypatch.setattr("delaytasks.operate.task_calls.RUNNING_S", -1)
     assert counts(delays.bulk.rerun(entry=died)) == (1, 1, 0)
-
-
-# The tasks that a bulk operation changes are those that the filters name
-
-
-@pytest.mark.parametrize(
-    ("filters", "wanted"),
-    [
-        ({"tag": "a", "status": "HELD"}, "aheld"),
-        ({"key_prefix": "x%_"}, "b"),
-        ({"key_prefix": "é"}, "ab"),
-        ({"since": NOON}, "b slow"),
-        ({"until": NOON}, "a ab aheld"),
-        ({"since": NOON, "until": NOON + timedelta(seconds=1)}, "b"),
-        ({"created_since": NOON}, "slow"),
-        ({"created_until": NOON, "tag": "a"}, "a ab aheld"),
-        ({"everything": True}, "a ab aheld b slow"),
-    ],
-)
-def test_each_filter_narrows(world: World, delays: DelayTasks, filters: Any, wanted: str) -> None:
-    second, early = timedelta(seconds=1), NOON - timedelta(seconds=1)
-    schedule = delays.schedule_delay
-    held = schedule("a", "aheld", at=early)
-    slow = schedule("b", "slow", at=NOON + second, queue="slow", key="Xx")
-    a, ab = schedule("a", "a", at=early, key="xxx1"), schedule("a", "ab", at=early, key="éa")
-    tasks = [a, ab, held, schedule("b", "b", at=NOON, key="x%_1"), slow]
-    put(world, held, status=int(Status.HELD))
-    put(world, slow, create_time=NOON, update_time=NOON)
-    names = set(wanted.split())
-    assert counts(delays.bulk.cancel(dry_run=True, **filters)) == (len(names), 0, 0)
-    assert delays.bulk.cancel(**filters).changed == len(names)
-    assert {task.body for task in tasks if delays.get(task).is_cancelled} == names

@@ -28,12 +28,9 @@ def test_the_result_says_why_a_task_was_not_cancelled(world: World) -> None:
     for task, reason in {**reasons, runs: "is RUNNING"}.items():
         by_id, by_key = world.cancel(task.id), world.delays.cancel(tag=task.tag, key="k")
         assert (bool(by_id), by_id.reason) == (False, f"task {task.id} {reason}")
-        assert task is waits or type(by_id.error) is e.TaskStateError
         nobody = f"no live task of tag '{task.tag}' has the key 'k'"
         assert by_key.reason == (by_id.reason if task is runs else nobody)
-        assert type(by_key.error) is (e.TaskStateError if task is runs else e.TaskNotFoundError)
-    unknown = world.cancel(4711)
-    assert (type(unknown.error), unknown.reason) == (e.TaskNotFoundError, "there is no task 4711")
+    assert world.cancel(4711).reason == "there is no task 4711"
 
 
 @pytest.mark.parametrize("was_taken", [False, True], ids=["free", "taken"])
@@ -179,10 +176,6 @@ def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(world: World)
     [claimed] = world.claim(task)
     numbers = world.store.policies
     before = numbers.unless_known(None).cancel_requests
-    refused = delays.cancel(task)
-    assert not refused.is_requested
-    assert isinstance(refused.error, e.TaskStateError)
-    assert numbers.unless_known(None).cancel_requests == before
     result = delays.cancel(tag="mail", key="k", running=True)
     assert (bool(result), result.is_requested, result.status) == (False, True, Status.RUNNING)
     assert numbers.unless_known(None).cancel_requests == before + 1

@@ -221,13 +221,3 @@ def test_the_kept_connection_is_used_replaced_and_left_to_the_parent(kept: Conne
     kept.store.database.after_fork()
     assert kept.session() != third
     assert kept.has_session(third), "the parent's is still open"
-
-
-def test_disposing_of_the_connections_closes_the_kept_one_too(kept: ConnectedWorld) -> None:
-    before = kept.session()
-    kept.reconnect()
-    between = kept.session()
-    assert between != before
-    assert not kept.has_session(before)
-    kept.while_in_use(kept.reconnect)
-    assert kept.session() != between, "one that was in use meanwhile is not kept"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,16 +12,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-from celery import Celery, Task, _state, group, signature, uuid
+from celery import Celery, _state, group, signature, uuid
 from celery.exceptions import Retry
-from celery.signals import after_task_publish, before_task_publish
 from kombu import Connection, Exchange, Queue
 from sqlalchemy.orm import Session
 
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, Status
 from tests.conftest import closing_all
-from tests.doc_pages import ROOT
 from tests.refusals import invalid
 from tests.world import MonkeyPatch, World
 from tests.world.recording import record, refusing, run_now
@@ -90,15 +87,11 @@ def test_a_call_is_a_row_whose_message_goes_where_the_app_routes_it(office: Offi
     routed = f"{office.queue}.routed"
     office.app.conf.task_routes = {"durable.remind": {"queue": routed}}
     result = office.remind.apply_async((7,), countdown=90)
-
     (row,) = office.rows()
     assert (row.tag, row.key, row.delay_s) == ("celery:durable.remind", result.id, 90)
     with pytest.raises(e.WaitTimeoutError, match=rf"wait with AsyncResult\('{result.id}'\)\.get"):
         office.delays.result(row, timeout=0)
-    assert office.published(routed) == []
-
     office.publish()
-
     assert len(office.published(routed)) == 1
 
 
@@ -154,28 +147,6 @@ def test_the_published_message_is_the_one_that_celery_would_have_sent(office: Of
             message.properties.pop("delivery_tag")
         for part in ("body", "headers", "properties", "content_type"):
             assert getattr(ours, part) == getattr(bare, part), options
-
-
-def test_each_option_of_the_documentation_is_called() -> None:
-    """An eta and an id have tests of their own."""
-    called = {name for options in OPTIONS for name in options}
-    called |= {"args", "kwargs", "countdown", "eta", "task_id"}
-    documented = re.findall(r"^ +(\w+) \(.+?\): ", Task.apply_async.__doc__ or "", re.MULTILINE)
-    page = (ROOT / "docs" / "move-from-eta.md").read_text()
-    table = page.partition("| option of `apply_async` |")[2].partition("\n\n")[0]
-    listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)))
-    assert len(documented) > 20
-    assert len(listed) > 30
-    assert not {*documented, *listed} - called
-
-
-def test_the_time_that_the_broker_keeps_a_message_ends_as_the_task_expires(office: Office) -> None:
-    office.remind.apply_async((7,), countdown=90, expires=0.001)
-    office.publish()
-
-    (message,) = office.published()
-
-    assert "expiration" not in message.properties, "a worker must store the state REVOKED"
 
 
 def test_a_body_is_published_without_reading_it_and_with_headers_that_json_has_no_form_for(
@@ -259,67 +230,15 @@ def test_the_task_and_the_call_decide_before_the_setting(make_office: Make) -> N
     assert [message.payload[0] for message in office.published()] == [[1], [4]]
 
 
-def test_shorter_delays_than_the_setting_go_to_the_broker(make_office: Make) -> None:
-    office = make_office(durable_eta=30)
-    soon = datetime.now(timezone.utc) + timedelta(seconds=20)
-    for due in ({"countdown": 20}, {"eta": soon}, {"countdown": -1}):
-        office.remind.apply_async((7,), **due)
-    for due in ({"countdown": 40}, {"eta": soon + timedelta(seconds=20)}):
-        office.remind.apply_async((7,), **due)
-
-    assert (len(office.published()), len(office.rows())) == (3, 2)
-
-
-def test_a_countdown_goes_before_an_eta_and_the_past_means_now(office: Office) -> None:
-    now = datetime.now(timezone.utc)
-    for due in ({"countdown": 90, "eta": now + timedelta(days=1)}, {"eta": now - timedelta(1)}):
-        office.remind.apply_async(**due)
-    office.remind.apply_async(countdown=-5)
-    assert sorted(row.delay_s for row in office.rows()) == [0, 0, 90]
-
-
-def test_an_eager_task_stays_eager(office: Office) -> None:
-    office.app.conf.task_always_eager = True
-
-    result = office.remind.apply_async((7,), countdown=90)
-
-    assert result.successful()
-    assert office.rows() == []
-
-
-def test_celerys_signals_are_sent_by_the_call_after_the_row_is_written(office: Office) -> None:
-    seen: list[Any] = []
-
-    def before(headers: dict[str, Any], **_: Any) -> None:
-        headers["traced"] = "yes"
-        seen.append(len(office.rows()))
-
-    def after(**_: Any) -> None:
-        seen.append(len(office.rows()))
-
-    # Celery forgets both functions with this test.
-    before_task_publish.connect(before, sender="durable.remind")
-    after_task_publish.connect(after, sender="durable.remind")
-    office.remind.apply_async((7,), countdown=90)
-    office.publish()
-
-    assert seen == [0, 1]
-    (message,) = office.published()
-    assert message.headers["traced"] == "yes"
-
-
-def test_a_recurring_task_is_sent_with_its_own_options_and_its_schedules(office: Office) -> None:
-    task = office.app.task(_silent, name="durable.silent", compression="zlib", ignore_result=True)
-    call = {"args": [7], "kwargs": {"word": "é"}, "options": {"priority": 4}}
-    office.delays.recurring.set("nightly", task, call, every="1h")
-    row = run_now(office.delays, office.delays.recurring.schedule_now("nightly"))
-
-    (message,) = office.published()
-
-    assert message.payload[:2] == [[7], {"word": "é"}]
-    assert (message.properties["priority"], message.headers["ignore_result"]) == (4, True)
-    assert message.headers["compression"] == "application/x-gzip"
-    assert [message.headers[name] for name in ("id", "root_id")] == [str(row.id)] * 2
+def test_the_delay_decides_if_the_setting_is_one(make_office: Make) -> None:
+    office, now = make_office(durable_eta=30), datetime.now(timezone.utc)
+    for soon in ({"countdown": 20}, {"eta": now + timedelta(seconds=20)}, {"countdown": -1}):
+        office.remind.apply_async((7,), **soon)
+    assert (len(office.published()), office.rows()) == (3, [])
+    tomorrow = now + timedelta(days=1)  # a countdown goes before an eta
+    for later in ({"countdown": 90, "eta": tomorrow}, {"eta": tomorrow}):
+        office.remind.apply_async((7,), **later)
+    assert [row.delay_s <= 90 for row in office.rows()] == [True, False]
 
 
 # -- revoke ------------------------------------------------------------------------------------
@@ -350,21 +269,6 @@ def test_the_row_of_a_recurring_celery_task_is_revoked_by_its_id(office: Office)
     assert office.delays.get(task).status is Status.CANCELLED
     assert office.app.AsyncResult(str(task.id)).state == "REVOKED"
     assert office.delays.get(other).status is Status.NOT_COMPLETE
-
-
-def test_a_revoked_task_whose_result_is_ignored_has_no_state(office: Office) -> None:
-    silent = office.app.task(_silent, name="durable.silent", ignore_result=True)
-    ignored = [
-        office.remind.apply_async(countdown=90, ignore_result=True),
-        silent.apply_async(countdown=90),
-        office.app.send_task(silent.name, countdown=90),
-    ]
-    kept = silent.apply_async(countdown=90, ignore_result=False)
-
-    office.app.control.revoke([each.id for each in (*ignored, kept)])
-
-    assert [office.app.AsyncResult(each.id).state for each in ignored] == ["PENDING"] * 3
-    assert office.app.AsyncResult(kept.id).state == "REVOKED"
 
 
 # -- names and ids -----------------------------------------------------------------------------

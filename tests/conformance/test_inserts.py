@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from sqlalchemy import String, cast, select, text
 
-from delaytasks import DelayedTask, DelayTasks, NewTask, Status
+from delaytasks import DelayTasks, NewTask, Status
 from delaytasks.db import statements
 from tests.world import NASTY, World
 from tests.world.recording import ManualClock
@@ -134,7 +134,6 @@ def test_the_pairs_of_a_task_are_stored_and_read_again(delays: DelayTasks) -> No
     pairs = {"tenant": "acme", "trace": "00-ab-01", "name": "Ä \U0001f600 \x00"}
     task = delays.schedule_delay("mail", {}, 60, key="k", meta=pairs)
     assert task.meta == delays.get(task).meta == task.as_json()["meta"] == pairs
-    assert delays.get(delays.schedule_delay("mail", {}, 60)).meta == {}
     assert delays.get(delays.schedule_delay("mail", {}, 60, meta={})).meta_json is None
     delays.schedule_many(NewTask("mail", n, 60, meta={"n": str(n % 3)}) for n in range(9))
     assert len(delays.find(meta={"n": "1"})) == 3
@@ -161,26 +160,3 @@ def test_tasks_are_found_by_pairs_exactly(delays: DelayTasks) -> None:
     cancelled = {name for name, task in tasks.items() if delays.get(task).is_finished}
     assert cancelled == {"acme", "both"}
     assert delays.bulk.log(limit=1)[0].filter == {"meta": ACME}
-
-
-def test_the_processor_and_the_events_have_the_meta(world: World) -> None:
-    seen: list[dict[str, str]] = []
-
-    def work(body: Any, task: DelayedTask) -> None:
-        seen.append(task.meta)
-        raise ValueError("no")
-
-    world.delays.processor("mail")(work)
-    world.run(world.schedule("mail", {}, meta={"t": "a"}))
-    assert seen == [{"t": "a"}]
-    told = [name for name, fields in world.events if fields.get("meta") == {"t": "a"}]
-    assert told == ["task.scheduled", "task.failed"]
-
-
-def test_meta_that_another_program_stored_is_readable(world: World) -> None:
-    stored = ["", "{}", "[1]", "not JSON", '{"a": 1, "b": "c"}']
-    rows = [{"id": n, "tag": "mail", "message_body": "{}"} for n in range(1, 6)]
-    world.insert("tasks", *({**row, "meta": m} for row, m in zip(rows, stored, strict=True)))
-    metas = {task.id: task.meta for task in world.delays.find()}
-    assert metas == {1: {}, 2: {}, 3: {}, 4: {}, 5: {"b": "c"}}
-    assert len(world.delays.find(meta={"b": "c"})) == 0, "it has blanks, or no such pair"

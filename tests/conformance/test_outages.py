@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -23,8 +22,8 @@ from delaytasks.operate.health import HealthChecks, verdict_of
 from delaytasks.operate.state import DeploymentState
 from tests.conftest import new_world
 from tests.waiting import wait_until
-from tests.world import MainProcess, MonkeyPatch, Settlement, World
-from tests.world.recording import delays_on, refusing, set_columns
+from tests.world import MonkeyPatch, Settlement, World
+from tests.world.recording import delays_on, set_columns
 
 # Deadlocks, serialization failures and lock timeouts: the number of retries, and the final
 # error
@@ -200,7 +199,7 @@ def test_after_a_demotion_the_next_call_reaches_the_new_primary(own: World) -> N
         assert call(own, task), name
 
 
-# A server that answers but refuses writes is logged once for each statement, not for each stage
+# A server that answers but refuses writes
 
 
 def test_a_read_only_database_is_unhealthy_and_restarts_no_worker(postgresql_url: str) -> None:
@@ -221,18 +220,6 @@ def test_a_read_only_database_is_unhealthy_and_restarts_no_worker(postgresql_url
         assert api.ready()[0].is_ok
 
 
-def test_another_reason_is_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    main = MainProcess(world)
-    for reason in ("read-only", "read-only", "disk is full", "disk is full"):
-        with refusing(world.delays, StoreUnavailableError(reason, is_unable=True)):
-            main.sweep()
-    main.close()
-    failed = [it.getMessage() for it in caplog.records if it.getMessage().startswith("loop.failed")]
-    assert ["read-only" in line for line in failed] == [True, False]
-    assert "disk is full" in failed[1]
-
-
 # A database that refuses logins counts as unavailable, like a server that does not answer
 
 
@@ -245,10 +232,17 @@ def test_a_call_whose_server_falls_silent_ends(world: World, monkeypatch: Monkey
         return  # it has no server
     for name in ("CHECK_S", "RETRY_FOR_S"):
         monkeypatch.setattr(f"delaytasks.db.database.{name}", 0.05)
-    monkeypatch.setattr("delaytasks.db.database.ANSWER_LIMIT_S", 0.5)
-    with world.proxied() as (proxy, delays):
+    with (
+        world.proxied() as (proxy, delays),
+        ThreadPoolExecutor(1, initializer=limit_answers, initargs=(0.5,)) as loop,
+    ):
         task = delays.schedule_delay("lost", 1, 60)
         delays.reschedule(task, 70)  # opens a connection of the other kind
+        proxy.strand()
+        with pytest.raises(OutcomeUnknownError, match=r"has not answered for 0\.5 s"):
+            loop.submit(delays.cancel, task).result(30)
+        assert loop.submit(delays.reschedule, task, 80).result(30), "the next turn tries again"
+        monkeypatch.setattr("delaytasks.db.database.ANSWER_LIMIT_S", 0.5)
         proxy.strand()
         rescue = threading.Timer(10, proxy.reset)
         rescue.start()
@@ -266,25 +260,6 @@ def test_a_call_whose_server_falls_silent_ends(world: World, monkeypatch: Monkey
     world.store.database.transaction(lambda on: [on.execute(short) for _ in range(8)])
     with pytest.raises(StoreUnavailableError, match="has not answered"):
         list(world.store.database.stream(endless, 1))
-
-
-def test_a_quick_loop_asks_a_silent_server_only_once(
-    world: World, monkeypatch: MonkeyPatch
-) -> None:
-    """Its next turn tries again."""
-    if world.kind == "sqlite":
-        return  # it has no server
-    monkeypatch.setattr("delaytasks.db.database.CHECK_S", 0.05)
-    with (
-        world.proxied() as (proxy, delays),
-        ThreadPoolExecutor(1, initializer=limit_answers, initargs=(0.5,)) as loop,
-    ):
-        task = delays.schedule_delay("lost", 1, 60)
-        delays.reschedule(task, 70)  # opens a connection of the other kind
-        proxy.strand()
-        with pytest.raises(OutcomeUnknownError, match=r"has not answered for 0\.5 s"):
-            loop.submit(delays.cancel, task).result(30)
-        assert loop.submit(delays.cancel, task).result(30)
 
 
 NOBODY = {"username": "nobody_of_this_name", "password": "wrong"}

@@ -107,14 +107,10 @@ def test_calls_find_rows_by_id_and_by_key_on_empty_statistics(unanalysed: Planne
     made = [delays.schedule_delay("mail", None, 60, key=f"new{n}") for n in range(300)]
     named = [one.id for one in made]
     keys = [f"k{n}" for n in range(300)]
-    works: list[Callable[[], object]] = [
-        lambda: delays.touch(ids[0], 5000),
-        lambda: delays.touch(ids, 5000),
-        lambda: delays.touch(tag="mail", key="k1", delay=5000),
-        lambda: delays.touch(tag="mail", key=keys, delay=5000),
-    ]
-    for work in works:
-        check(unanalysed, work, avoids=INDEX)
+    for named_ids, named_keys in ((ids[0], "k1"), (ids, keys)):
+        check(unanalysed, partial(delays.touch, named_ids, 5000), avoids=INDEX)
+        by_key = partial(delays.touch, tag="mail", key=named_keys, delay=5000)
+        check(unanalysed, by_key, avoids=INDEX)
     scan = "(Seq Scan|ALL|index) on new_plan_yb_delay_task_m|SCAN new_plan_"
     for call in (partial(delays.bulk.reschedule, 3600), delays.bulk.cancel):
         shown = unanalysed.plans(partial(call, ids=named))
@@ -127,26 +123,17 @@ def test_some_ids_are_found_by_the_primary_key(either: PlannedWorld) -> None:
     for named, status in itertools.product((ids, ids[:3]), (None, ["DONE"], ["FAILED"])):
         work = partial(either.delays.find, ids=named, status=status, limit=50)
         check(either, work, avoids=INDEX)
-    for named, move in itertools.product((ids, ids[:3]), ("cancel", "rerun")):
-        check(either, partial(either.windows, move, {"ids": named}, 1000), avoids=INDEX)
+    check(either, partial(either.windows, "cancel", {"ids": ids}, 1000), avoids=INDEX)
 
 
 # -- rows that are found by their state and due time ----------------------------------------------
 
 
-READS: list[Work] = [
-    PlannedWorld.changes,
-    lambda world: world.changes(tag="note"),
-    lambda world: world.changes(key="k"),
-    PlannedWorld.running,
-    PlannedWorld.overdue,
-    PlannedWorld.unserved,
-]
-
-
 def test_a_read_of_the_state_scans_no_table(analysed: PlannedWorld) -> None:
-    for work in READS:
-        check(analysed, partial(work, analysed))
+    for filters in ({}, {"tag": "note"}, {"key": "k"}):
+        check(analysed, partial(analysed.changes, **filters))
+    for work in (analysed.running, analysed.overdue, analysed.unserved):
+        check(analysed, work)
 
 
 SLOW_PATH: list[Work] = [
@@ -194,17 +181,17 @@ def test_claims_lock_no_rows_of_other_queues_although_the_table_is_small(databas
             return  # its planner reads a small table as a whole, and locks only the rows it wants
         rows = world.put_each("aaabbaac")
         some, past = rows[:3], world.now() - timedelta(seconds=10)
-        works: list[tuple[Callable[[], object], str]] = [
-            (lambda: world.worker().claim_recovered("a"), "idx_yb_delay_hot"),
-            (lambda: world.die("w"), "idx_yb_delay_hot"),
-            (lambda: world.renew(by="w", since=past), "idx_yb_delay_hot"),
-            (lambda: world.claim_due("a", [0], 50), "idx_yb_delay_hot"),
-            (lambda: world.claim(*some), ""),
-            (lambda: world.claim(*some, replace(some[0], version=5)), ""),
+        works: list[Callable[[], object]] = [
+            lambda: world.claim(*some),
+            lambda: world.claim(*some, replace(some[0], version=5)),
+            lambda: world.worker().claim_recovered("a"),
+            lambda: world.die("w"),
+            lambda: world.renew(by="w", since=past),
+            lambda: world.claim_due("a", [0], 50),
         ]
-        for work, index in works:
+        for number, work in enumerate(works):
             shown = world.plans(work)
-            assert index in shown, shown
+            assert number < 2 or "idx_yb_delay_hot" in shown, shown
             assert not re.search(r"(SCAN|ALL on|index on) small_(?!yb_delay_policy)", shown), shown
 
 
@@ -220,16 +207,6 @@ def test_few_rows_of_a_status_or_key_are_found_by_index(either: PlannedWorld) ->
         check(world, partial(find, status=status, limit=20), avoids=BY_TIME)
     check(world, partial(find, key="few70", limit=20), "plan_idx_yb_delay_key")
     world.delete("tasks", tag="few")  # other tests use the same table
-
-
-def test_counts_of_a_large_table_are_estimates_of_the_planner(analysed: PlannedWorld) -> None:
-    exact = {status: (rows, False) for status, rows in analysed.counted().items()}
-    assert analysed.counts() == exact
-    large = () if analysed.kind == "sqlite" else (Status.DONE, Status.NOT_COMPLETE)
-    for status, (rows, is_estimate) in analysed.counts(1000).items():
-        assert is_estimate is (status in large)
-        factor = 2 if is_estimate else 1
-        assert exact[status][0] / factor <= rows <= exact[status][0] * factor
 
 
 def test_a_sweep_reads_rows_by_their_time(unanalysed: PlannedWorld, analysed: PlannedWorld) -> None:

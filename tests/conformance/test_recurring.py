@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -90,11 +89,7 @@ def test_a_task_has_the_options_and_the_meta_of_its_schedule(world: RecurringWor
     like = world.delays.schedule_delay("other", None, 60, **options)
     for name in ("queue", "priority", "headers_json", "limit_key", "meta", "body"):
         assert getattr(task, name) == getattr(now, name) == getattr(like, name), name
-    assert (task.key or "").startswith("r@")
     assert world.delays.get(tag="report", key=task.key).id == task.id
-    changed = world.recur("1m", **options | {"meta": {"tenant": "initech"}})
-    assert (changed.version, changed.meta) != (made.version, made.meta)
-    assert world.recur("1m").meta == {}
 
 
 def test_changed_versions_roll_tasks_back(world: RecurringWorld) -> None:
@@ -121,24 +116,6 @@ def test_waiting_schedules_hide_no_others(world: RecurringWorld, monkeypatch: Mo
     world.recur("1h", "b", "other", start=60)
     world.sweep_at(0)
     assert (world.due_s(), world.due_s("other")) == ([10] * 5, [60])
-
-
-def test_the_statements_do_not_grow_with_the_schedules_of_a_batch_and_the_tasks_of_a_change(
-    world: RecurringWorld,
-) -> None:
-    def statements(schedules: int, every: int) -> tuple[int, int]:
-        for number in range(schedules):
-            world.recur("1h", f"n{number}", f"t{number}", start=10, overlap="skip")
-        with world.statements() as of_sweep:
-            world.sweep_at(0)
-        world.recurring.set("often", "often", every=every)
-        with world.statements() as of_pause:
-            world.recurring.pause("often")
-        world.recurring.remove("often")
-        return len(of_sweep), len(of_pause)
-
-    of_sweep, of_pause = statements(1, 40)
-    assert statements(40, 1) in [(of_sweep, of_pause), (of_sweep + 1, of_pause)]
 
 
 def test_a_damaged_schedule_stops_no_other_and_can_be_replaced(world: RecurringWorld) -> None:
@@ -182,13 +159,11 @@ def test_without_overlap_an_occurrence_is_skipped_while_one_runs(world: Recurrin
 def test_each_occurrence_is_delayed_by_a_jitter_of_its_own(world: RecurringWorld) -> None:
     for number in range(20):
         world.recur("1h", f"r{number}", start=10, jitter="30s")
-    world.recur(10, "often", "often", start=10, jitter="5s")
     world.sweep_at(0)
     assert all(10 <= due <= 40 for due in world.due_s())
     assert len({*world.due_s()}) > 15
     keys = {(task.key or "").partition("@")[2] for task in world.tasks()}
     assert keys == {world.at(10).isoformat().replace("+00:00", "Z")}
-    assert len({round(due % 10, 3) for due in world.due_s("often")}) > 1
 
 
 # The schedules that code declares, and how the table follows them
@@ -230,8 +205,7 @@ def test_a_declaration_is_stored_under_its_tag_and_keeps_a_pause(code: Code) -> 
     code().recurring.set("report", "report", every="5m")  # the declaration takes it over
     delays = code(report={"cron": "0 9 * * *", "tz": "Asia/Tokyo", "body": {"n": 1}})
     found = delays.recurring.get("report")
-    assert (found.tag, found.timing, found.tz) == ("report", "0 9 * * *", "Asia/Tokyo")
-    assert (found.body, found.is_declared) == ({"n": 1}, True)
+    assert (found.timing, found.tz, found.body) == ("0 9 * * *", "Asia/Tokyo", {"n": 1})
     follow(delays)
     assert delays.recurring.get("report") == found
     with invalid("name", match="declared in code"):
@@ -268,10 +242,6 @@ def test_declarations_have_names_of_their_own(code: Code) -> None:
         follow(delays)
     with pytest.raises(TypeError, match="no processor and no Celery task"):
         code().recurring(every="5m")(print)
-    with pytest.raises(TypeError, match="no option colour"):
-        delays.recurring.set("dynamic", "report", every="5m", colour="red")  # type: ignore[call-arg]
-    with invalid("cron", match="Bad minute"):
-        code(report={"cron": "61 * * * *"})
     assert delays.recurring.get("morning").timing == "0 9 * * *"
 
 
@@ -301,11 +271,9 @@ def test_a_body_is_encrypted_in_the_schedule_and_in_its_tasks(make_world: MakeWo
     tables = world.table("recurring"), world.table()
     bodies = [row[0] for table in tables for row in world.rows(select(table.c.message_body))]
     assert ["4111" in body for body in bodies] == [False] * 4
-    for keys in ([], [new_key()]):
-        other = make_world(encryption_keys=keys)
-        other.sweep_at(100)
-        assert len(other.tasks()) == 3
-        assert other.count("recurring.failed") == 1
+    other = make_world(encryption_keys=[new_key()])
+    other.sweep_at(100)
+    assert (len(other.tasks()), other.count("recurring.failed")) == (3, 1)
 
 
 # Each occurrence gets one task if sweepers die at any step, and with any number of sweepers
@@ -342,18 +310,6 @@ def test_joint_sweeps_make_each_task_once(make_world: MakeWorld, monkeypatch: Mo
 # Define, change, pause, run, remove and read recurring schedules
 
 
-def test_a_schedule_is_stored_as_it_was_defined(world: RecurringWorld) -> None:
-    name, timing = "ünï 'quoted' %s", {"cron": "0  9 * * mon-fri", "tz": "Europe/Berlin"}
-    made = world.recurring.set(name, "report", {"ä": [1]}, **timing)
-    found = world.recurring.get(name)
-    assert found == made
-    assert (found.timing, found.tz, found.body) == ("0 9 * * mon-fri", "Europe/Berlin", {"ä": [1]})
-    assert found.next_at is not None
-    assert found.next_at > world.start
-    assert world.recurring.set(name, "report", start=world.at(10**8), **timing).start_at is not None
-    assert world.recurring.set(name, "report", **timing).start_at is None, "it is not defined now"
-
-
 def test_only_another_definition_replaces_the_tasks_that_wait(world: RecurringWorld) -> None:
     """A change makes the first tasks itself: the next sweep may come seconds later."""
     before = world.recurring.set("r", "report", "old", every=1)
@@ -378,7 +334,6 @@ def test_a_paused_schedule_makes_no_task_until_it_is_resumed(world: RecurringWor
     assert {task.status for task in world.tasks()} == {Status.CANCELLED}
     changed = world.recur(body="new")
     assert (changed.is_paused, changed.next_at) == (True, None)
-    assert changed.next(2, world.at(25)) == [world.at(40), world.at(60)]
     world.sweep_at(100)
     assert len(world.tasks()) == 3
     resumed = world.recurring.resume("r")
@@ -394,11 +349,8 @@ def test_run_makes_one_task_and_keeps_the_occurrences(world: RecurringWorld) -> 
     world.recurring.pause(name)
     world.clock.advance(0.5)  # the key of a run has milliseconds
     task = world.recurring.schedule_now(name)
-    assert task.expected_time <= max(world.now(), world.at(0.5))
-    assert world.broker.ids == [task.id]
+    assert (world.broker.ids, len(task.key or "")) == ([task.id], 191)
     assert world.recurring.resume(name).next_at == before.next_at
-    found = world.read(task)
-    assert (found.body, found.key, len(found.key or "")) == ({"n": 1}, task.key, 191)
 
 
 def test_a_task_of_run_has_its_key_and_runs_again(world: RecurringWorld) -> None:
@@ -451,22 +403,6 @@ def test_a_removed_schedule_is_gone_with_its_waiting_tasks(world: RecurringWorld
             call("r")
 
 
-def test_list_returns_pages_by_name(world: RecurringWorld) -> None:
-    for name in ("eu-1", "eu-2", "us-1", "us-2"):
-        world.recur(name=name, tag=f"tag.{name[:2]}")
-
-    def found(**filters: Any) -> list[str]:
-        return [schedule.name for schedule in world.recurring.list(**filters)]
-
-    assert found() == ["eu-1", "eu-2", "us-1", "us-2"]
-    assert found(limit=2, after="eu-1") == ["eu-2", "us-1"]
-    assert found(prefix="us-") == found(tag="tag.us") == ["us-1", "us-2"]
-    assert found(prefix="") == found()
-    for argument, wrong in product(("prefix", "after"), ("\0", "\ud800", 7)):
-        with invalid(argument):
-            found(**{argument: wrong})
-
-
 def test_a_schedule_has_the_sessions_transaction(world: RecurringWorld, database_url: str) -> None:
     engine = own_engine(database_url)
     for end, call, left in (
@@ -479,23 +415,3 @@ def test_a_schedule_has_the_sessions_transaction(world: RecurringWorld, database
             getattr(session, end)()
         assert len(world.recurring.list()) == left
     engine.dispose()
-
-
-def test_a_change_of_other_options_runs_a_missed_occurrence(world: RecurringWorld) -> None:
-    before = world.at(-20)
-    world.recur("1h", start=-20)
-    for options, made in (({"every": "30m", "start": world.at(600)}, []), ({"every": "1h"}, [-20])):
-        world.recurring.set("r", "report", every="1h", start=before)
-        world.change_schedules(next_at=before, last_at=None)
-        world.recurring.set("r", "report", {"n": 1}, **{"start": before, **options})
-        assert world.due_s() == made
-
-
-def test_a_change_leaves_the_task_of_an_occurrence_that_has_passed(world: RecurringWorld) -> None:
-    """With jitter the task may be due later than its occurrence."""
-    world.recur("1h", start=10, jitter="50m")
-    world.sweep_at(0)
-    [task] = world.tasks()
-    world.clock.advance(11)
-    world.recurring.pause("r")
-    assert world.read(task).status is Status.NOT_COMPLETE

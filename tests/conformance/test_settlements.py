@@ -61,16 +61,6 @@ def test_runs_with_different_ends_are_settled_the_same_together_or_singly(world:
     assert left(is_together=True) == left(is_together=False)
 
 
-ERRORS = [NASTY, '{"json": [1, "\\u0041"]}', "\u2028 \x1b[31m \x7f", "𝒳" * 10_000, ""]
-
-
-def test_any_error_text_is_stored_as_it_is(world: World) -> None:
-    for error in ERRORS:
-        made = world.put()
-        world.worker().end(world.claim(made), "fail", error=error)
-        assert world.read(made).error == error
-
-
 def test_long_errors_are_settled_in_bounded_texts(world: World, monkeypatch: MonkeyPatch) -> None:
     made, sizes = world.put_many(30), list[int]()
 
@@ -172,10 +162,6 @@ def test_a_recovery_names_the_time_limit_that_was_over(world: World) -> None:
         [attempt] = world.attempts(row)
         is_over = str(attempt.error).endswith("; its time limit of 5 s was over")
         assert is_over is (row in (last, slow))
-    errors = {task.id: str(task.error) for task in found.worker_lost}
-    assert errors.keys() == {last.id, others[1].id}
-    text = "3 times in a row while this task ran"
-    assert errors[last.id].endswith(f"{text}; its time limit of 5 s was over")
-    assert errors[others[1].id].endswith(text)
+    assert {task.id for task in found.worker_lost} == {last.id, others[1].id}
     waits = world.read(slow)
     assert (waits.status, waits.lapses, waits.version) == (Status.NOT_COMPLETE, 1, 1)

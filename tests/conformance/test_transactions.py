@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, NewTask, Status
 from tests.world import MonkeyPatch, World
-from tests.world.recording import ManualClock, delays_on, engine_at, refusing, run
+from tests.world.recording import delays_on, engine_at, run
 
 
 def own_engine(url: Any, **options: Any) -> Engine:
@@ -184,11 +184,8 @@ def test_without_a_commit_there_is_no_row_and_nothing_is_armed(shop: Caller, end
         session.commit()
     assert shop.has()
     assert shop.keys() == 0
-
-
-def test_a_connection_that_the_pool_reuses_has_no_tasks_of_its_previous_user(shop: Caller) -> None:
-    for leave in (Connection.close, Connection.close, Connection.invalidate):
-        with shop.engine.connect() as connection:
+    for leave in (Connection.close, Connection.invalidate):
+        with shop.engine.connect() as connection:  # which the pool reuses
             shop.schedule(connection)
             leave(connection)
     with shop.engine.begin() as connection:
@@ -211,23 +208,13 @@ def test_a_session_joined_to_an_outer_transaction_arms_after_the_outer_commit(sh
     assert shop.has(task)
 
 
-def test_a_task_that_comes_near_is_armed_at_commit(shop: Caller) -> None:
-    clock = ManualClock(shop.world.now())
-    shop.world.set_clock(clock)
-    with shop.session() as session:
-        task = shop.schedule(session, delay=600)
-        clock.advance(590)
-        session.commit()
-    assert shop.timer.ids == [task.id]
-
-
 # -- keys -----------------------------------------------------------------------------------------
 
 
 def test_a_taken_key_leaves_the_callers_transaction_usable(shop: Caller, place: Any) -> None:
     was = shop.world.schedule(delay=3600, key="k")
     shop.delays.cancel(was)
-    owner = shop.world.schedule(delay=3600, key="k")
+    owner = shop.world.read(shop.world.schedule(delay=3600, key="k"))
     before = shop.schedule(place)
     rerun = partial(shop.delays.rerun, was.id, session=place)
     for call in (partial(shop.schedule, place, key="k"), rerun):
@@ -235,27 +222,13 @@ def test_a_taken_key_leaves_the_callers_transaction_usable(shop: Caller, place: 
             call()
         assert caught.value.id == owner.id
     assert shop.schedule(place, key="k", on_conflict="keep").id == owner.id
-    after = shop.schedule(place)
+    assert shop.schedule(place, key="k", on_conflict="replace").id == owner.id
+    assert shop.world.read(owner) == owner, "replacing belongs to the transaction, too"
     place.commit()
-    assert shop.seen() == {was.id, owner.id, before.id, after.id}
-    assert shop.timer.ids == [before.id, after.id]
+    assert shop.seen() == {was.id, owner.id, before.id}
+    assert shop.timer.ids == [before.id, owner.id]
     assert shop.world.read(was).status is Status.CANCELLED
-    assert shop.delays.get(tag="note", key="k").id == owner.id
-
-
-@pytest.mark.parametrize("ending", ["commit", "rollback"])
-def test_replacing_belongs_to_the_callers_transaction(shop: Caller, ending: str) -> None:
-    owner, is_kept = shop.world.schedule(body="old", delay=5, key="k"), ending == "commit"
-    shop.timer.lose()
-    with shop.session() as session:
-        replaced = shop.schedule(session, key="k", on_conflict="replace")
-        assert (replaced.id, replaced.version) == (owner.id, 1)
-        assert shop.world.read(owner).body == "old"
-        assert shop.timer.armed == []
-        getattr(session, ending)()
-    assert shop.delays.get(tag="note", key="k").body == ({"n": 1} if is_kept else "old")
-    messages = [(entry.id, entry.version) for entry in shop.timer.armed]
-    assert messages == ([(owner.id, 1)] if is_kept else [])
+    assert shop.delays.get(tag="note", key="k").version == 1
 
 
 # -- autocommit, and ids that are taken -----------------------------------------------------------
@@ -270,13 +243,8 @@ def test_a_task_on_an_autocommit_connection_is_armed_immediately(shop: Caller) -
         with connection:
             ids.append(shop.schedule(connection).id)
             ids.append(shop.schedule(connection, key=f"k{len(ids)}").id)
-            shop.delays.schedule_many(
-                [("mail", {}, 5)],
-                session=connection,
-                on_batch=lambda batch: ids.append(batch[0].id),
-            )
             assert (shop.seen(), shop.timer.ids) == (set(ids), ids)
-            assert bool(shop.delays.cancel(ids[0], session=connection)) is (len(ids) == 3)
+            assert bool(shop.delays.cancel(ids[0], session=connection)) is (len(ids) == 2)
     plain.dispose()
     engine.dispose()
 
@@ -304,19 +272,6 @@ def test_if_an_id_is_taken_a_batch_loses_and_duplicates_no_task(
     assert len(shop.seen()) == 251
 
 
-def test_if_the_database_is_lost_after_an_id_was_taken_the_outcome_is_unknown(shop: Caller) -> None:
-    shop.world.schedule(id=4711)
-    gone = e.StoreUnavailableError("the database is gone")
-    for schedule in (
-        lambda: shop.delays.schedule_delay("mail", 1, 5, id=4711),
-        lambda: shop.delays.schedule_many([NewTask("mail", 1, 5, id=4711)]),
-    ):
-        # The row that has the id is read.
-        with refusing(shop.delays, gone, "lease_until"), pytest.raises(e.OutcomeUnknownError) as it:
-            schedule()
-        assert it.value.id == 4711
-
-
 # -- asyncio --------------------------------------------------------------------------------------
 
 
@@ -325,27 +280,19 @@ def test_an_async_session_is_given_as_its_sync_session(shop: Caller, database_ur
     refuses = pytest.raises(e.SessionUnusableError, match=r"await delays\.aschedule_delay\(")
     tasks: list[DelayedTask] = []
 
-    async def use(place: Any) -> None:
-        await place.run_sync(shop.schedule)
-        await place.rollback()
-        before = shop.timer.ids
-        # The place that SQLAlchemy passes, and the asynchronous one itself.
-        for schedule in (shop.schedule, lambda _: shop.schedule(place)):
-            tasks.append(await place.run_sync(schedule))
-        assert shop.timer.ids == before
-        await place.commit()
-        if shop.world.has_row_locks:  # on SQLite, the listener of the test's engine would fail
-            # Outside of run_sync no driver can wait, and the error message explains this.
-            with refuses:
-                shop.schedule(place)
-            gc.collect()  # unawaited coroutines cause warnings here
-            await place.rollback()
-
     async def go() -> None:
-        async with engine_at(database_url) as engine:
-            for place in (AsyncSession(engine), engine.connect()):
-                async with place:
-                    await use(place)
+        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
+            # The session that SQLAlchemy passes, and the asynchronous one itself.
+            for schedule in (shop.schedule, lambda _: shop.schedule(session)):
+                tasks.append(await session.run_sync(schedule))
+            assert shop.has()
+            await session.commit()
+            if shop.world.has_row_locks:  # on SQLite, the listener of the test's engine would fail
+                # Outside of run_sync no driver can wait, and the error message explains this.
+                with refuses:
+                    shop.schedule(session)
+                gc.collect()  # unawaited coroutines cause warnings here
+                await session.rollback()
 
     run(go())
     assert shop.has(*tasks)

