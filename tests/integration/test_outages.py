@@ -157,9 +157,7 @@ def backend(engine: Engine) -> int:
         return int(connection.execute(text("SELECT pg_backend_pid()")).scalar_one())
 
 
-@pytest.mark.parametrize(
-    ("broker", "timer"), [("redis", "eta"), ("rabbitmq", "eta"), ("redis", "redis")]
-)
+@pytest.mark.parametrize(("broker", "timer"), [("rabbitmq", "eta"), ("redis", "redis")])
 def test_a_forked_child_has_its_own_connections(connect: Connect, broker: str, timer: str) -> None:
     caller = connect(broker=broker, timer=timer)
     assert caller.arms()
@@ -183,16 +181,12 @@ def test_a_forked_child_has_its_own_connections(connect: Connect, broker: str, t
     assert len(armed) == 102
 
 
-@BROKERS
 def test_many_threads_reach_a_distant_broker_without_and_with_a_connection(
-    connect: Connect, broker: str
+    connect: Connect,
 ) -> None:
-    caller = connect(broker=broker, pool_size=THREADS)
+    caller = connect(broker="rabbitmq", pool_size=THREADS)
     caller.delays.schedule_delay("mail", {}, 3600)
     arrived = list[int]()
-
-    def schedule(_: int) -> float:
-        return seconds(lambda: caller.delays.schedule_delay("mail", {}, 5))
 
     def have_arrived(number: int) -> bool:
         arrived.extend(id for ids in messages(caller) for id in ids)
@@ -201,9 +195,8 @@ def test_many_threads_reach_a_distant_broker_without_and_with_a_connection(
     for number in (MANY, 2 * MANY):  # the first ones connect
         caller.broker.delay_s = DELAY_S
         with ThreadPoolExecutor(THREADS) as pool:
-            assert max(pool.map(schedule, range(MANY))) < LIMIT_S + SLACK_S
-        if number == MANY:
-            assert caller.broker.accepted <= 2, "one of ours; Kombu opens a second one for Redis"
+            assert max(pool.map(lambda _: seconds(caller.arms), range(MANY))) < LIMIT_S + SLACK_S
+        assert number > MANY or caller.broker.accepted == 1
         caller.broker.delay_s = 0  # for the test, which reads the messages one by one
         wait_until(lambda n=number: have_arrived(n), CONNECTED_S, "all messages")  # type: ignore[misc]
     assert caller.count("timer.down") == 0

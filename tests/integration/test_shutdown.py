@@ -87,9 +87,8 @@ def test_a_child_of_a_processor_does_not_go_on_as_a_process_of_the_pool(deploy: 
 @pytest.mark.parametrize(
     ("pool", "number", "lease"),
     [
-        ("prefork", signal.SIGQUIT, 2), ("prefork", signal.SIGKILL, 2),
-        ("prefork", signal.SIGKILL, 300), ("threads", signal.SIGKILL, 2),
-        ("solo", signal.SIGKILL, 2),
+        ("prefork", signal.SIGQUIT, 2), ("prefork", signal.SIGKILL, 300),
+        ("threads", signal.SIGKILL, 2), ("solo", signal.SIGKILL, 2),
     ],
 )  # fmt: skip
 def test_killed_workers_tasks_run_again(

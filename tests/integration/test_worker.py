@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,8 +24,7 @@ from tests.waiting import IS_LONG, SLACK_S, wait_until
 pytestmark = pytest.mark.slow
 
 QUICK_ONES = "postgresql-redis-prefork postgresql-rabbitmq-threads sqlite-filesystem-solo"
-SLOW_ONES = """psycopg-rabbitmq-prefork psycopg-redis-gevent mysql-redis-prefork
-    mysql-rabbitmq-solo sqlite-redis-threads sqlite-filesystem-gevent"""
+SLOW_ONES = "psycopg-rabbitmq-prefork psycopg-redis-gevent mysql-redis-prefork sqlite-redis-threads"
 COMBINATIONS = [*combinations(QUICK_ONES, is_quick=True), *combinations(SLOW_ONES)]
 WAITS = ["test.wait", "test.async"]
 #: A row that blocks its chunk runs for this many seconds.
@@ -62,7 +59,6 @@ def test_tasks_of_each_kind_run_once_and_none_early_and_are_counted(
     assert d.early() == []
     assert {(row.runs, row.error, row.lease_until) for row in found} == {(1, None, None)}
     assert (found[0].worker or "").startswith(d.node(0) + "/")
-    assert re.fullmatch(r"[\d.]{7,}", found[0].ip_address or "")
     noted = [run[0] for run in runs if len(run) == 3 and run[1].isdigit()]
     assert len(noted) == len(set(noted)) == len(near) + 1
     assert d.status(cancelled) is Status.CANCELLED
@@ -71,7 +67,6 @@ def test_tasks_of_each_kind_run_once_and_none_early_and_are_counted(
     assert ["test.request", str(request.id), "0", "default"] in runs
     error = d.delays.get(failing).error or ""
     assert error.startswith("Traceback (most recent call last):\n"), error
-    assert 'in fail\n    raise ValueError(body.get("text", "as asked"))' in error
     assert "delaytasks/run/" not in error, "the traceback begins with the processor"
     ends = [d.delays.get(task).update_time for task in waiting]
     took = max(filter(None, ends)) - waiting[-1].expected_time
@@ -142,19 +137,6 @@ def test_a_task_that_kills_its_process_fails_and_others_run(deploy: Deploy, is_d
     assert d.delays.get(poison).lapses == len(d.runs("aborts")) == 3
     assert "3 times in a row" in (d.delays.get(poison).error or "")
     assert max(d.delays.get(n).runs for n in neighbours) <= 2, "neighbours run once more at most"
-
-
-def test_the_task_of_a_dead_process_runs_again_immediately(deploy: Deploy) -> None:
-    d = deploy(**UNSWEPT, lease=60)
-    d.worker()
-    task = d.schedule("test.sleep", body={"seconds": 5})
-    mail = d.schedule("test.sleep", queue="mail", priority=7, body={"seconds": 5})
-    wait_until(lambda: len(d.runs()) == 2, 10, "both to begin")
-    for run in d.runs():
-        os.kill(int(run[2]), signal.SIGKILL)
-    wait_until(lambda: len(d.runs()) == 4, 5, "both to begin again, long before the next sweep")
-    assert {d.delays.get(t).lapses for t in (task, mail)} == {1}
-    d.wait_for([task, mail])
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
@@ -320,8 +302,9 @@ def test_a_worker_runs_what_its_code_declares_and_celery_tasks_that_recur(deploy
 # -- Deployments without a broker -----------------------------------------------------------------
 
 
-def test_drain_does_all_the_work_of_a_worker_and_ends(deploy: Deploy, database_url: str) -> None:
-    d = deploy(database_url, "redis://127.0.0.1:1/0", timer="direct")
+@pytest.mark.parametrize("database", ["mysql", "sqlite"])
+def test_drain_does_all_the_work_of_a_worker_and_ends(deploy: Deploy, database: str) -> None:
+    d = deploy(database, "redis://127.0.0.1:1/0", timer="direct")
     d.delays.policies.pause(tag="test.quiet")
     d.delays.policies.set(tag="test.note", concurrency=1)
     mail = d.schedule("test.mail")
@@ -347,9 +330,6 @@ def test_drain_does_all_the_work_of_a_worker_and_ends(deploy: Deploy, database_u
     assert first["failed"] + second["failed"] == 1
     notes = {str(task.id) for task in limited}
     assert sorted(run[0] for run in d.runs() if run[0] in notes) == sorted(notes), "each once"
-    totals = d.delays.statistics.totals(since="2h")
-    counted = {tag: (one.started, one.done, one.failed) for tag, one in totals.items()}
-    assert (counted["test.note"], counted["test.batch"]) == ((10, 10, 0), (10, 10, 0))
 
 
 @pytest.mark.quick
