@@ -26,16 +26,16 @@ def run(body: Any) -> None: ...
 async def wait(body: Any) -> None: ...
 
 
+NO_NUMBERS: list[Any] = [0, -1, 1001, True, 2.0, "5"]
 #: Functions and options that do not fit, and the reason.
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (wait, {"time_limit": 5}, "wait is async or has in_flight: use timeouts instead"),
     (run, {"soft_time_limit": 5, "in_flight": 5}, "has in_flight"),
     (lambda: None, {"batch": 10}, r"\(tasks\) or \(bodies, tasks\)"),
     (lambda a, b, c: None, {"batch": 10}, r"\(tasks\) or \(bodies, tasks\)"),
+    *((run, {"in_flight": number}, "in_flight is an integer from 1 to ") for number in NO_NUMBERS),
+    *((run, {"batch": number}, "batch is an integer from 1 to ") for number in NO_NUMBERS),
 ]
-for number in (0, -1, 1001, True, 2.0, "5"):
-    for name in ("in_flight", "batch"):
-        REFUSED.append((run, {name: number}, f"{name} is an integer from 1 to "))
 
 
 @pytest.mark.parametrize(("function", "options", "said"), REFUSED)
