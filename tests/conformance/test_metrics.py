@@ -58,7 +58,7 @@ def test_a_scrape_counts_tasks_by_status_and_shows_the_oldest_overdue_one(world:
 
 
 def test_the_workers_that_report_are_counted_and_show_what_they_lack(world: World) -> None:
-    world.serve("quiet", "default")
+    world.serve("quiet", "default", beat_s=0)
     world.serve("alive", "default", "mail", clock_offset_s=0.25, beat_s=500)
     world.serve("cut off", "default", broker_down_s=120, timer_down_s=100, beat_s=0)
     world.silence(1000, "quiet")

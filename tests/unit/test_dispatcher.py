@@ -14,6 +14,7 @@ from celery.concurrency import solo
 
 from delaytasks.limits import tracked_waitlists
 from delaytasks.model.policies import WAITLIST_RECHECK_S
+from tests.waiting import wait_until
 from tests.world import Entry, FailureReason, MainProcess, MakeWorld, Report, WaitlistState, World
 from tests.world.recording import ManualClock, ManualTime
 
@@ -169,6 +170,15 @@ def test_a_burst_of_slow_tasks_is_left_to_the_table_and_claimed_ahead(main: Main
 # -- drains of queues whose rows are overdue ------------------------------------------------------
 
 
+def test_a_drain_looks_at_the_priorities_of_entries_that_come_meanwhile(main: Main) -> None:
+    main.drain("default", 0)
+    now = main.clock.now_us()
+    main.take([Entry(1, 0, now, "default", 8), Entry(2, 0, now, "mail", 9)])
+    main.end(is_full=True)
+    drains = [chunk for chunk in main.requests if chunk.drained_queue]
+    assert {*drains[-1].priorities} == {0, 8}
+
+
 def test_a_solo_pool_drains_chunk_by_chunk(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solo, "TaskPool", type(main.pool))
     main.drain()
@@ -246,6 +256,16 @@ def test_other_failures_pause_nothing(make_main: MakeMain, reason: FailureReason
     assert len(main.pool.end(failed).entries) == 1, "nor does the next task"
     main.pump_later(60)
     assert main.requests == [], "neither the entries nor the drain are tried again"
+
+
+def test_a_drain_survives_its_process_and_not_the_loss_of_the_database(main: Main) -> None:
+    main.drain()
+    main.lose_process()
+    wait_until(lambda: main.requests, 5, "another process to go on")
+    assert main.world.count("chunk.failed") == 1
+    main.end(0, error="away", reason=AWAY)
+    main.pump_later(60)
+    assert main.requests == []
 
 
 def test_rows_that_outlive_their_chunk_are_known_until_a_report_or_a_death(main: Main) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu.connection import Connection
 
+from delaytasks import StoreError, StoreUnavailableError
 from delaytasks.broker.link import bounded_connection
 from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.limits.admission import StartPace
 from delaytasks.worker import quick_loops
 from delaytasks.worker.quick_loops import ServiceWatch
-from tests.world import MonkeyPatch
+from tests.world import MainProcess, MonkeyPatch, World
 from tests.world.recording import ManualTime
 
 # -- rates ---------------------------------------------------------------------------------------
@@ -66,7 +68,24 @@ def test_a_worker_knows_for_how_long_it_lacks_a_service(time: ManualTime) -> Non
         assert after(5).timer_down_s == down_s
 
 
-# -- uninterrupted contact with the databases ----------------------------------------
+# -- uninterrupted contact with the databases, and refusals ----------------------------------------
+
+
+DOWN = StoreUnavailableError("connection refused")
+REFUSALS = [StoreError("permission denied"), StoreUnavailableError("stayed busy", is_locked=True)]
+
+
+@pytest.mark.parametrize("error", [*REFUSALS, DOWN])
+def test_a_database_that_refuses_is_not_down(
+    world: World, time: ManualTime, error: StoreError
+) -> None:
+    main = MainProcess(world)
+    for _ in range(3):
+        with world.failing("policies", error), suppress(StoreError):
+            main.read_policies()
+        time.at += 6
+    main.close()
+    assert len(world.told("store.down")) == (error is DOWN)
 
 
 def test_a_gap_or_a_failure_restarts_the_contact(time: ManualTime) -> None:

@@ -1,8 +1,9 @@
-"""Time limits of processors, which leave no state behind after a run."""
+"""Time limits of processors, which leave no state behind after a run, and dead processes."""
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,9 @@ from coverage import Coverage
 from delaytasks.model.clock import monotonic
 from delaytasks.registry import ProcessorSpec, Registry
 from delaytasks.run.celery_context import limited
+from delaytasks.worker.quick_loops import has_exited
 from tests.refusals import invalid
+from tests.waiting import wait_until
 
 
 def processor(**limits: Any) -> ProcessorSpec:
@@ -83,3 +86,20 @@ def test_limits_end_with_the_call_and_leave_nothing(
         # The hard one is disarmed, whenever the soft one strikes.
         assert dumps[-2:] == [(60, True), "over"]
     assert min(ends.values()) > 50, "else nothing was tried"
+
+
+def test_a_dead_child_is_detected_before_and_after_it_is_waited_for() -> None:
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(reads, 1)
+        os._exit(1)
+    assert not has_exited(pid)
+    os.write(writes, b"!")
+    wait_until(lambda: has_exited(pid), 10, "the child to be dead")
+    assert has_exited(pid)
+    assert os.waitpid(pid, 0)[0] == pid, "its parent's pool still hears of it"
+    assert has_exited(pid), "and who heard of it in the pool's place does not hide it"
+    assert not has_exited(os.getpid())
+    os.close(reads)
+    os.close(writes)
