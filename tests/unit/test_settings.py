@@ -82,6 +82,23 @@ def test_values_are_read_as_their_type(name: str, both: tuple[Any, Any]) -> None
     assert (found, type(found)) == (value, type(value))
 
 
+@pytest.mark.parametrize(
+    ("given", "derived"),
+    [
+        ({"table_prefix": "shop_"}, {"name_prefix": "shop_", "table_schema": ""}),
+        ({"table_prefix": "jobs."}, {"name_prefix": "", "table_schema": "jobs"}),
+        ({"timer": "redis"}, {"timer_kind": "redis", "redis_url": ""}),
+        ({"timer": "redis://a"}, {"timer_kind": "redis", "redis_url": "redis://a"}),
+        ({"queues": {"mail.*": "mail"}}, {"default_queue": "default"}),
+        ({"queues": {"*": "other"}}, {"default_queue": "other"}),
+        ({"sweep": "3s 2"}, {"sweep_s": 3.0, "sweep_partitions": 2, "self_sweep_s": 6.0}),
+    ],
+)
+def test_one_setting_may_mean_several_things(given: Any, derived: Any) -> None:
+    settings = load_settings({}, {}, **given)
+    assert {name: getattr(settings, name) for name in derived} == derived
+
+
 def test_settings_of_a_project_that_cannot_be_read_do_no_harm() -> None:
     """In Django's `override_settings`, a name that Celery's configuration lists has no value."""
 
