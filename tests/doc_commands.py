@@ -1,21 +1,38 @@
-"""Check the commands that pages and files show: that they exist, with their options and values."""
+"""Check the commands that pages and files show: that they exist, with their options and values.
+
+`python -m tests.doc_commands PAGE` runs the commands in the shell blocks of a page: in one process,
+in their order, in an empty folder with an SQLite file, an in-memory broker, the app `shop` and the
+tasks that the commands name. Commands that serve, or need another server, are only checked.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import click
+from celery import Celery
 from celery.bin.celery import celery
 from click.testing import CliRunner
 
+from delaytasks import DelayTasks, Status, TaskNotFoundError
 from delaytasks.cli.context import Cli
 from delaytasks.cli.main import main
-from tests.doc_pages import ROOT, Block
+from delaytasks.db import migrations
+from delaytasks.runtime import runtime_of
+from tests.doc_pages import ROOT, SHELLS, Block, blocks, environment, files_test
 
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
 
@@ -94,3 +111,128 @@ def extras() -> set[str]:
     """Return the optional dependencies of the package."""
     text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
     return {*re.findall(r"^([\w-]+) = \[", text.partition("\n[")[0], re.MULTILINE)}
+
+
+# -- the commands of a page run -------------------------------------------------------------------
+
+
+#: The beginnings of commands that serve, or need a broker, another database or a deployment.
+_ONLY_CHECKED = (
+    "import django",
+    "import redbeat",
+    "run --forever",
+    "serve --api",
+    "serve --console",
+    "serve --metrics",
+    "up",
+)
+#: The exit code 1 of these commands is an answer, such as that no worker lives.
+_ANSWERS_BY_CODE = ("check", "status")
+_ANSWERS = {"access": "correct horse battery staple\n" * 2}
+_APP = """
+from celery import Celery
+
+from delaytasks import DelayTasks
+
+app = Celery("shop")
+app.conf.beat_schedule = {"report": {"task": "shop.report", "schedule": 3600}}
+delays = DelayTasks(app)
+"""
+
+
+def runs_here(page: Path, block: Block) -> bool:
+    """Return whether this module runs the commands of a block."""
+    is_excused = block.test is not None or block.before.startswith("<!-- not run: ")
+    return block.language in SHELLS and not is_excused and files_test(page) is None
+
+
+class Commands:
+    """The commands of a page, which run one after the other."""
+
+    def __init__(self) -> None:
+        self._delays = DelayTasks(Celery("rows", set_as_current=False))
+        migrations.upgrade(runtime_of(self._delays).store.database)
+        #: The output of the last command.
+        self._output = ""
+
+    def run(self, line: str) -> None:
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words.pop(0)  # a variable of the environment
+        match words[: words.index(">")] if ">" in words else words:
+            case []:
+                pass
+            case ["delaytasks", *rest]:
+                self._run_ours(rest)
+            case ["celery", "-A", app, "delays", *rest]:
+                self._run_ours(["-A", app, *rest])
+            case ["export", assignment]:
+                name, _, value = assignment.partition("=")
+                # A value that the page leaves out is the output of the command before.
+                os.environ[name] = self._output.strip() if "…" in value else value
+            case ["python", "-m", "venv", *_]:
+                pass
+            case ["python", *_] | ["cd", *_]:
+                _run_in_shell(line)
+            case _:
+                check_command(words, line)
+
+    def _run_ours(self, words: list[str]) -> None:
+        command = words[2:] if words[0] == "-A" else words
+        text = " ".join(command) + " "
+        if any(text.startswith(f"{each} ") for each in _ONLY_CHECKED):
+            check_command(["delaytasks", *words], text)
+            return
+        self._make_tasks(command)
+        ctrl_c = patch("delaytasks.cli.tasks.time.sleep", side_effect=KeyboardInterrupt)
+        ends = ctrl_c if "--follow" in words else nullcontext()
+        with patch.object(Cli, "require_terminal"), ends:
+            done = CliRunner().invoke(main, words, input=_ANSWERS.get(command[0], "y\n"))
+        codes = (0, 1) if command[0] in _ANSWERS_BY_CODE else (0,)
+        assert done.exit_code in codes, f"{text}\n{done.output}\n{done.exception!r}"
+        self._output = done.stdout
+        assert done.output, f"{text} has printed nothing"
+
+    def _make_tasks(self, command: list[str]) -> None:
+        """Make the tasks whose keys or ids the command names."""
+        name, options = command[0], [*pairwise(command)]
+        tag = next((value for option, value in options if option == "--tag"), "order.close")
+        if name != "schedule":
+            for key in (value for option, value in options if option == "--key"):
+                self._delays.schedule_delay(tag, {}, "1d", key=key, on_conflict="keep")
+        for id in (int(word) for word in command if re.fullmatch(r"\d{18,}", word)):
+            try:
+                task = self._delays.get(id)
+            except TaskNotFoundError:
+                task = self._delays.schedule_delay(tag, {"order": 7}, "1d", id=id)
+            if name == "rerun":
+                self._delays.cancel(task)
+            elif task.status is Status.CANCELLED:
+                self._delays.rerun(id)
+
+
+def run_page(page: Path) -> None:
+    Path("celeryconfig.py").write_text('delaytasks_tags = "any"  # it has no processors\n')
+    for package in ("shop", "proj"):
+        Path(package).mkdir()
+        Path(package, "celery.py").write_text(_APP)
+        Path(package, "__init__.py").write_text(f"from {package}.celery import app\n")
+    commands = Commands()
+    for block in blocks(page):
+        if runs_here(page, block):
+            for line in command_lines(block):
+                commands.run(line)
+
+
+def _run_in_shell(line: str) -> None:
+    """Run a line in the shell, with this interpreter and a copy of the examples."""
+    shutil.copytree(ROOT / "examples", "examples", dirs_exist_ok=True)
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**environment(Path.cwd()), "PATH": programs}
+    del env["DELAYTASKS_DATABASE_URL"]  # it would win over the databases of the examples
+    done = subprocess.run(["sh", "-c", line], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+if __name__ == "__main__":
+    run_page(Path(sys.argv[1]))

@@ -10,11 +10,12 @@ Each block of code runs, or says why it does not:
 | `<!-- not run: … -->` | the reason |
 
 `<!-- files: tests/… -->` names the test that writes all blocks of a page whose first line names a
-file, and runs the commands of the page. The commands of other pages are only checked.
+file, and runs the commands of the page. `tests/doc_commands.py` runs those of other pages.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shlex
@@ -29,13 +30,14 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 from freezegun import freeze_time
 from sqlalchemy import text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
 from delaytasks import Status
-from delaytasks.cli.main import main
+from delaytasks.cli.main import delays, main
 from delaytasks.db.schema import Schema
 from delaytasks.events import _LOG_LEVELS as LEVELS
 from delaytasks.events import Events
@@ -51,7 +53,7 @@ from delaytasks.worker.quick_loops import PROCESS_CHECK_S
 from delaytasks.worker.sweep import STALE_CHECK_S
 from tests.conformance.test_connections import ROUND_TRIPS
 from tests.conftest import new_world
-from tests.doc_commands import check_command, command_lines, extras
+from tests.doc_commands import check_command, command_lines, extras, runs_here
 from tests.doc_pages import NAMES, ROOT, SHELLS, block_beginning, blocks, environment, files_test
 from tests.unit.test_cli import commands
 from tests.world import MOVES, World
@@ -270,6 +272,19 @@ def test_the_extras_and_columns_in_the_docs_are_those_of_the_package() -> None:
     assert sorted(columns) == sorted(column.name for column in Schema().tasks.columns)
 
 
+def test_the_documented_values_to_watch_exist(world: World) -> None:
+    shown = cells(page("monitor").partition("## What to watch")[2].partition("\n## ")[0])
+    world.serve("w1", "default")
+    app = SimpleNamespace(app=world.runtime.celery, no_color=True)
+    found = json.loads(CliRunner().invoke(delays, ["status", "--json"], obj=app).stdout)
+    assert shown, "the table is there"
+    for path in shown:
+        value: Any = found
+        for name in path.split("."):
+            value = value[name.removesuffix("[]")]
+            value = value[0] if name.endswith("[]") else value
+
+
 # -- SQL ------------------------------------------------------------------------------------------
 
 
@@ -359,6 +374,17 @@ def test_the_blocks_of_a_page_that_are_marked_to_run_succeed(name: str, tmp_path
     words = [sys.executable, "-m", "tests.doc_runner", str(ROOT / name)]
     env = environment(tmp_path)
     done = subprocess.run(words, cwd=tmp_path, env=env, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if any(runs_here(ROOT / n, each) for each in blocks(ROOT / n))]
+)
+def test_the_commands_of_a_page_run(name: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "tests.doc_commands", str(ROOT / name)]
+    env = {**environment(tmp_path), "HOME": str(tmp_path)}
+    done = subprocess.run(words, cwd=tmp_path, env=env, timeout=180, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
