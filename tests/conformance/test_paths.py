@@ -14,11 +14,11 @@ import pytest
 
 import delaytasks
 from delaytasks import DelayedTask
-from tests.world import Entry, MainProcess, World, run_chunk
+from tests.world import Entry, MainProcess, Worker, World, run_chunk
 
 PACKAGE = Path(delaytasks.__file__).parent
-#: The goals are 10 files to schedule, and 12 for a run.
-MOST_FILES = {"schedule": 10, "run": 12, "main": 25}
+#: The goals are 10 files to schedule, 6 to claim and settle, and 12 for a run.
+MOST_FILES = {"schedule": 10, "claim": 4, "run": 12, "main": 25}
 
 
 def files_of(work: Callable[[], object]) -> set[str]:
@@ -39,6 +39,10 @@ def files_of(work: Callable[[], object]) -> set[str]:
     return {path.relative_to(PACKAGE).as_posix() for path in paths}
 
 
+def claim_and_settle(worker: Worker, entry: Entry) -> None:
+    worker.end(worker.claim(entry))
+
+
 def test_the_path_of_a_task_leads_through_few_files(world: World) -> None:
     if world.url.get_driver_name() != "psycopg2":
         pytest.skip("the files of one driver are counted")
@@ -55,12 +59,13 @@ def test_the_path_of_a_task_leads_through_few_files(world: World) -> None:
     # The first calls open connections and compile statements, and policies are read once a second.
     for _ in range(4):
         seen = dict[str, set[str]]()
-        run, led = [world.put(due_s=-0.01) for _ in range(2)]
-        entries = [Entry.of(run)]
+        claimed, run, led = [world.put(due_s=-0.01) for _ in range(3)]
+        entries = [Entry.of(claimed)], [Entry.of(run)]
         seen["schedule"] = files_of(lambda: world.delays.schedule_delay("note", {"n": 1}, 60))
-        seen["run"] = files_of(partial(worker.run_entries, entries))
+        seen["claim"] = files_of(partial(claim_and_settle, worker, *entries[0]))
+        seen["run"] = files_of(partial(worker.run_entries, entries[1]))
         seen["main"] = files_of(partial(lead_to_the_end, led))
-        assert world.statuses([run, led]) == ["DONE"] * 2
+        assert world.statuses([claimed, run, led]) == ["DONE"] * 3
         found.append(seen)
     seen = {name: min((one[name] for one in found), key=len) for name in MOST_FILES}
     assert not {name: sorted(seen[name]) for name in seen if len(seen[name]) > MOST_FILES[name]}
