@@ -1,18 +1,18 @@
-"""Spans of workers with the real SDK of OpenTelemetry."""
+"""Spans of calls and runs with the real SDK of OpenTelemetry."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 
-from delaytasks import DelayedTask
+from delaytasks import DelayedTask, DelayTasks
 from tests.integration.conftest import Deploy
-from tests.running import Deployment, Process, quick
 from tests.waiting import wait_until
+from tests.world.recording import delays_on, make_tables, record, runner_of
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.sdk.trace import TracerProvider
@@ -20,32 +20,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from delaytasks.contrib import opentelemetry
-
-pytestmark = pytest.mark.slow
-
-
-class TracedSite(Deployment):
-    def worker(self, *options: str, **more: Any) -> Process:
-        return super().worker(*options, DELAYTASKS_TEST_TELEMETRY=str(self.folder), **more)
-
-    def end(self, *tasks: DelayedTask) -> None:
-        """Wait for the end of tasks."""
-        wait_until(lambda: all(self.delays.get(task).is_finished for task in tasks), 30, self.logs)
-
-    def spans(self, name: str) -> list[dict[str, Any]]:
-        """Return the worker's spans of this name as soon as there are some."""
-        file = self.folder / "spans.jsonl"
-
-        def read() -> list[dict[str, Any]]:
-            lines = file.read_text().splitlines() if file.exists() else []
-            return [span for span in map(json.loads, lines) if span["name"] == name]
-
-        return wait_until(read, 20, f"spans {name}", every_s=0.05)
-
-
-@pytest.fixture
-def site(deploy: Deploy) -> TracedSite:
-    return deploy(conf={"imports": ["tests.project", "tests.otel_project"]}, kind=TracedSite)
 
 
 @pytest.fixture
@@ -59,52 +33,69 @@ def provider() -> Iterator[Any]:
     opentelemetry.uninstrument()
 
 
-@pytest.mark.parametrize("pool", [quick("prefork"), "threads"])
-def test_the_span_of_a_run_links_to_the_span_of_its_call(
-    site: TracedSite, provider: Any, pool: str
-) -> None:
-    many: list[Any] = [("otel.works", {}, 3600), ("otel.fails", {}, 3600)] * 50
-    site.delays.schedule_many(many)
-    of_many = {span.name: span.attributes for span in provider.found()}
-    assert sorted(of_many) == ["schedule otel.fails", "schedule otel.works"], "one for each tag"
-    assert of_many["schedule otel.works"]["messaging.batch.message_count"] == 50
-    batch = [site.schedule("otel.batch", 3, body={"number": number}) for number in range(4)]
-    of_batch = provider.found()[2:]
-    site.worker(pool=pool)
-    with provider.get_tracer("shop").start_as_current_span("POST /orders") as request:
-        task = site.schedule("otel.works", key="order-7", queue="mail")
-    *_, created, _ = provider.found()
-    site.end(task, *(site.schedule(tag) for tag in ("otel.fails", "otel.async")), *batch)
-    assert (created.name, created.kind.name) == ("schedule otel.works", "PRODUCER")
-    assert created.parent.span_id == request.get_span_context().span_id
+@pytest.fixture
+def delays(sqlite_path: Callable[[], str]) -> Iterator[DelayTasks]:
+    with closing(delays_on(sqlite_path(), tags="any")) as made:
+        make_tables(made)
+        record(made)
+        yield made
 
-    [run] = site.spans("process otel.works")
-    assert (run["kind"], run["parent_id"]) == ("SpanKind.CONSUMER", None)
-    [link] = run["links"]
-    assert int(link["context"]["span_id"], 16) == created.context.span_id
-    assert int(link["context"]["trace_id"], 16) == created.context.trace_id
-    assert run["context"]["trace_id"] != link["context"]["trace_id"]
+
+def test_the_span_of_a_run_links_to_the_span_of_its_call(delays: DelayTasks, provider: Any) -> None:
+    tracer = provider.get_tracer("shop")
+
+    @delays.processor("works")
+    def works(body: Any) -> None:
+        with tracer.start_as_current_span("inside"):
+            pass
+
+    @delays.processor("async")
+    async def works_on_the_loop(body: Any) -> None:
+        with tracer.start_as_current_span("in the loop"):
+            pass
+
+    @delays.processor("fails")
+    def fails(body: Any) -> None:
+        raise ValueError("no order")
+
+    @delays.processor("batch", batch=10)
+    def batch(bodies: list[Any], tasks: list[DelayedTask]) -> None: ...
+
+    delays.schedule_many([("works", {}, 3600), ("fails", {}, 3600)] * 50)
+    of_many = {span.name: span.attributes for span in provider.found()}
+    assert sorted(of_many) == ["schedule fails", "schedule works"], "one for each tag"
+    assert of_many["schedule works"]["messaging.batch.message_count"] == 50
+    with tracer.start_as_current_span("POST /orders") as request:
+        task = delays.schedule_delay("works", {}, 0, key="order-7")
+    *_, created, _ = provider.found()
+    assert (created.name, created.kind.name) == ("schedule works", "PRODUCER")
+    assert created.parent.span_id == request.get_span_context().span_id
+    for tag in ("fails", "async", *["batch"] * 4):
+        delays.schedule_delay(tag, {}, 0)
+    of_batch = [span for span in provider.found() if span.name == "schedule batch"]
+    while runner_of(delays).run_due("default", range(10), 100).claimed:
+        pass
+
+    spans = {span.name: span for span in provider.found()}
+    run, failed = spans["process works"], spans["process fails"]
+    assert (run.kind.name, run.parent) == ("CONSUMER", None)
+    [link] = run.links
+    of_call, of_link = created.context, link.context
+    assert (of_link.trace_id, of_link.span_id) == (of_call.trace_id, of_call.span_id)
     of_messaging = {
         "system": "delaytasks", "operation.name": "process", "operation.type": "process",
-        "destination.name": "mail", "message.id": str(task.id),
+        "destination.name": "default", "message.id": str(task.id),
     }  # fmt: skip
-    own = {"tag": "otel.works", "key": "order-7", "attempt": 1, "outcome": "done"}
+    own = {"tag": "works", "key": "order-7", "attempt": 1, "outcome": "done"}
     wanted = {f"messaging.{name}": value for name, value in of_messaging.items()}
-    assert run["attributes"] == wanted | {f"delaytasks.{key}": value for key, value in own.items()}
-    assert run["status"]["status_code"] == "UNSET"
-    [failed] = site.spans("process otel.fails")
-    assert failed["status"]["status_code"] == "ERROR"
-    assert failed["attributes"]["error.type"] == "ValueError"
-    [event] = failed["events"]
-    assert event["name"] == "exception"
-    assert event["attributes"]["exception.message"] == "no order"
-    assert "in fails" in event["attributes"]["exception.stacktrace"]
-    for tag, inside in (("otel.works", "inside"), ("otel.async", "in the loop")):
-        [run], [child] = site.spans(f"process {tag}"), site.spans(inside)
-        assert child["parent_id"] == run["context"]["span_id"], tag
-    links = [link for run in site.spans("process otel.batch") for link in run["links"]]
-    ids = sorted(int(link["context"]["span_id"], 16) for link in links)
-    assert ids == sorted(span.context.span_id for span in of_batch), "one to each call"
+    assert run.attributes == wanted | {f"delaytasks.{key}": value for key, value in own.items()}
+    assert [each.status.status_code.name for each in (run, failed)] == ["UNSET", "ERROR"]
+    assert failed.attributes["error.type"] == "ValueError"
+    assert [each.attributes["exception.message"] for each in failed.events] == ["no order"]
+    for tag, inside in (("works", "inside"), ("async", "in the loop")):
+        assert spans[inside].parent.span_id == spans[f"process {tag}"].context.span_id
+    linked = {link.context.span_id for link in spans["process batch"].links}
+    assert linked == {span.context.span_id for span in of_batch}, "one to each call"
 
 
 #: Runs the command of this name. In the log are then the spans of each process.
@@ -116,10 +107,12 @@ INTO_THE_LOG = {"OTEL_TRACES_EXPORTER": "console", "OTEL_BSP_SCHEDULE_DELAY": "1
 INTO_THE_LOG |= {"OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"}
 
 
-def test_the_command_opentelemetry_instrument_needs_no_code_of_the_user(site: TracedSite) -> None:
+@pytest.mark.slow
+def test_the_command_opentelemetry_instrument_needs_no_code_of_the_user(deploy: Deploy) -> None:
     pytest.importorskip("opentelemetry.distro")
-    (site.folder / "opentelemetry_instrument.py").write_text(OPENTELEMETRY_INSTRUMENT)
+    d = deploy()
+    (d.folder / "opentelemetry_instrument.py").write_text(OPENTELEMETRY_INSTRUMENT)
     command = [sys.executable, *"-m celery -A delaytasks worker -c 1".split()]
-    worker = site.python("instrumented", "opentelemetry_instrument", *command, **INTO_THE_LOG)
-    site.schedule("test.quiet")
+    worker = d.python("instrumented", "opentelemetry_instrument", *command, **INTO_THE_LOG)
+    d.schedule("test.quiet")
     wait_until(lambda: '"name": "process test.quiet"' in worker.log(), 40, worker.log)
