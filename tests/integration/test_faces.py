@@ -18,15 +18,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 from click.testing import CliRunner
+from jsonschema import Draft202012Validator
 
 from delaytasks import DelayTasks
 from delaytasks.cli import main as cli
 from delaytasks.console.application import make_console
 from delaytasks.console.forms import OFFERS
 from delaytasks.console.viewers import Role, Viewer
-from delaytasks.db.engines import create_sqlite_file
 from delaytasks.http_api.api_keys import ApiKeys, new_entry
 from delaytasks.http_api.routes import ROUTES, Route, make_api
+from delaytasks.http_api.schemas import COMPONENTS
 from delaytasks.operate.operations import (
     ANY_VALUE,
     FILTERS,
@@ -54,7 +55,7 @@ from tests.integration.operation_examples import (
 )
 from tests.unit.test_cli import commands
 from tests.waiting import wait_until
-from tests.world.recording import delays_on
+from tests.world.recording import delays_on, make_tables
 
 #: The user of the process, who is the actor of a command without --actor.
 USER = "bob"
@@ -174,6 +175,12 @@ class HttpApi:
         sent: Any = {"json" if route.has_body else "query_string": values}
         answer = self.client.open(path, method=route.method, headers=self.headers, **sent)
         found: Any = answer.json
+        component = route.operation.reply if answer.status_code == 200 else "Problem"
+        schema = {
+            "$ref": f"#/components/schemas/{component}",
+            "components": {"schemas": COMPONENTS},
+        }
+        Draft202012Validator(schema).validate(found)  # it is as the document of OpenAPI says
         said = f"{found.get('argument')} {found.get('detail')} {found.get('type')}"
         return Answer(answer.status_code, said, found)
 
@@ -295,9 +302,7 @@ def new_delays(file: Path) -> DelayTasks:
 def arranged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("faces") / "faces.sqlite3"
     with closing(new_delays(file)) as delays:
-        store = runtime_of(delays).store
-        create_sqlite_file(store.database.url)
-        store.schema.metadata.create_all(store.database.tx)
+        make_tables(delays)
         arrange(delays)
     return file
 
