@@ -1,6 +1,6 @@
 """The Redis of the `redis` timer: sorted sets, and its scripts in Python.
 
-`tests/integration/test_redis_servers.py` compares it with a real server.
+`tests/property/test_redis_timer.py` compares it and a real server with a model.
 """
 
 from __future__ import annotations

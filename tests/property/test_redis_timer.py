@@ -14,6 +14,8 @@ from hypothesis import settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from chaos.simulation.redis import Redis as SimulatedRedis
+from chaos.simulation.redislink import Pipe, Pipeline
 from tests.fuzzing import ASKED
 from tests.world import Entry
 from tests.world.recording import RedisTimerHarness
@@ -24,14 +26,42 @@ Name = tuple[int, int, int]
 names = st.tuples(st.integers(1, 12), st.integers(0, 2), st.sampled_from([0, 0, 0, 5]))
 
 
+class SimulatedClient:
+    """A client of the Redis of simulations, without their faults."""
+
+    generation = 0
+
+    def __init__(self) -> None:
+        self._redis = SimulatedRedis(lambda *_: None)
+        self.script_load = self._redis.load
+
+    def pipeline(self, transaction: bool) -> Pipe:
+        server: Any = self
+        return Pipe(server)
+
+    def execute(self, commands: Pipeline, _generation: int) -> list[Any]:
+        return [self._redis.call(*words) for words in commands]
+
+    def zrange(self, key: str, *_: int) -> list[bytes]:
+        return [member.encode() for member in self._redis.sets.get(key, ())]
+
+    def scan_iter(self, *_: Any, **__: Any) -> list[bytes]:
+        return []
+
+    def close(self) -> None: ...
+
+
 class RedisTimerModel(RuleBasedStateMachine):
     """The waiting entries by due time in microseconds, and the prepared entries by slot."""
 
+    #: The URL of a Redis, or "" for the simulated one.
     url: ClassVar[str]
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = RedisTimerHarness(self.url, _redis_slots=2)
+        self.bench = RedisTimerHarness(self.url or "redis://nobody", _redis_slots=2)
+        if not self.url:
+            self.bench.timer.link._client = SimulatedClient()
         self.timer = self.bench.timer
         self.waiting: dict[Name, int] = {}
         #: When a prepared entry returns, in milliseconds.
@@ -132,8 +162,11 @@ def test_a_ticket_is_not_reused_after_its_entries_were_armed_again(redis_url: st
         model.each_entry_is_where_the_model_has_it()
 
 
-def test_the_timer_behaves_like_the_model(redis_url: str) -> None:
-    RedisTimerModel.url = redis_url
+@pytest.mark.parametrize("is_simulated", [False, True])
+def test_the_timer_behaves_like_the_model_and_so_with_the_redis_of_simulations(
+    redis_url: str, is_simulated: bool
+) -> None:
+    RedisTimerModel.url = "" if is_simulated else redis_url
     stateful.run_state_machine_as_test(
         RedisTimerModel,
         settings=settings(max_examples=ASKED or 25, stateful_step_count=20, deadline=None),
