@@ -15,7 +15,8 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.wrappers import Response
 
 from delaytasks.client import DelayTasks
-from delaytasks.console import forms, pages, requests
+from delaytasks.console import forms, requests
+from delaytasks.console import pages as pages  # adds its routes
 from delaytasks.console.requests import SESSION_S, ConsoleState, Viewers, back, route, state, viewer
 from delaytasks.console.shown import install_filters, viewer_zone
 from delaytasks.console.viewers import (
@@ -111,7 +112,6 @@ def _of_every_page() -> dict[str, Any]:
         "may": lambda name: viewer().role >= forms.OFFERS[name].role,
         "fields_of": lambda name: OPERATIONS[name].fields,
         "filters": FILTERS,
-        "known": pages.known_names,
         "zone": str(viewer_zone()),
         "theme": session.get("theme", "auto"),
         "here": request.full_path.rstrip("?"),

@@ -14,17 +14,16 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-from delaytasks.model.clock import UTC
 from delaytasks.operate.texts import show_measured
 
 WIDTH, HEIGHT = 520, 190
 LEFT, RIGHT, TOP, BOTTOM = 54, 6, 10, 24
 #: The most labels on the time axis, and lines on the other one.
 TIME_LABELS, LINES = 8, 4
-#: The width of a letter of a label, and the space between two labels.
-LETTER, LABEL_GAP = 6.5, 2.0
-#: The times between two labels of the time axis.
-ROUND_TIMES = [timedelta(minutes=n) for n in (1, 2, 5, 10, 15, 30, 60, 120, 180, 240, 360, 720)]
+#: The space that a label of the time axis needs to both sides.
+LABEL_SPACE = 18
+#: The minutes between two labels of the time axis.
+ROUND_MINUTES = (1, 2, 5, 10, 15, 30, 60, 120, 180, 240, 360, 720, 1440)
 #: The durations on an axis: from a millisecond to four weeks.
 ROUND_S = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36_000.0, 259_200.0, 2_419_200.0)
 
@@ -166,7 +165,7 @@ def _chart(
         title = escape(f"{starts[n]:%Y-%m-%d %H:%M} to {starts[n] + step:%H:%M %Z}: {values}")
         inner = f"<title>{title}</title>"
         hover.append(_rect(x, TOP, width, HEIGHT - TOP - BOTTOM, "hover", inner))
-    drawn = "".join([*_grid(scale), *shapes, *_time_axis(starts, step), *hover])
+    drawn = "".join([*_grid(scale), *shapes, *_time_axis(starts), *hover])
     label = f"{about} by time: {', '.join(part.name for part in parts)}"
     chart = Markup(
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
@@ -189,32 +188,20 @@ def _grid(scale: Scale) -> Iterator[str]:
 # -- the time axis --------------------------------------------------------------------------------
 
 
-def _time_axis(starts: Sequence[datetime], step: timedelta) -> Iterator[str]:
+def _time_axis(starts: Sequence[datetime]) -> Iterator[str]:
     """Yield labels at round times of day, and below the other axis the name of their zone."""
     if not starts:
         return
     yield _text("end", LEFT - 6, HEIGHT - 6, f"{starts[0]:%Z}")
-    free = LEFT - 6 + LABEL_GAP
-    begin, length = starts[0].astimezone(UTC), len(starts) * step
-    for at in _ticks(starts[0], length):
-        x = LEFT + (at.astimezone(UTC) - begin) / length * (WIDTH - LEFT - RIGHT)
-        # When clocks go forward, a time of day that does not exist is shown as the next one.
-        text = f"{at.astimezone(UTC).astimezone(at.tzinfo):%H:%M}"
-        if at.hour == at.minute == 0:
-            text = f"{at:%a %d}"
-        half = len(text) * LETTER / 2
-        if x - half >= free and x + half < WIDTH:
+    minutes, ticks = [at.hour * 60 + at.minute for at in starts], list[int]()
+    for every in ROUND_MINUTES:
+        ticks = [n for n, m in enumerate(minutes) if n and m // every != minutes[n - 1] // every]
+        if len(ticks) <= TIME_LABELS:
+            break
+    for n in ticks:
+        x = LEFT + n * (WIDTH - LEFT - RIGHT) / len(starts)
+        is_new_day = starts[n].date() != starts[n - 1].date()
+        if LEFT + LABEL_SPACE < x < WIDTH - LABEL_SPACE:
+            text = f"{starts[n]:%a %d}" if is_new_day else f"{starts[n]:%H:%M}"
             yield _text("middle", x, HEIGHT - 6, text)
             yield f'<path class="grid" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>'
-            free = x + half + LABEL_GAP
-
-
-def _ticks(start: datetime, length: timedelta) -> Iterator[datetime]:
-    """Yield at most `TIME_LABELS` + 1 round times of day in the zone of `start`."""
-    every = next((each for each in ROUND_TIMES if length <= TIME_LABELS * each), length)
-    begin = start.astimezone(UTC)
-    tick = start.replace(hour=0, minute=0, second=0, microsecond=0)
-    while (at := tick.astimezone(UTC)) < begin + length:
-        if at >= begin:
-            yield tick
-        tick += every

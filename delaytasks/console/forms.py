@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,21 +22,19 @@ from flask import flash, redirect, request, url_for
 from werkzeug.datastructures import MultiDict
 from werkzeug.wrappers import Response
 
-from delaytasks.console.requests import back, given, now, recorder, route, state, viewer
+from delaytasks.console.requests import back, given, now, record, route, state, viewer
 from delaytasks.console.shown import local_text, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, TaskNotFoundError
 from delaytasks.model.filters import check_ids
 from delaytasks.model.inputs import check_id
-from delaytasks.model.moves import MOVES, RetrySchedule, Status
+from delaytasks.model.moves import MOVES, Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import CancelResult, DelayedTask
-from delaytasks.model.text import one_line
 from delaytasks.operate.operations import ACTOR, FILTERS, INSTANT, OPERATIONS, Operation, Parameter
 from delaytasks.operate.searches import error_filter
 from delaytasks.operate.task_calls import BulkResult
 from delaytasks.operate.texts import parse_past
-from delaytasks.recurring.definition import ANY_START, EVERY, RecurringSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -123,63 +121,6 @@ class TaskQuery:
         return cls(typed, filters)
 
 
-def stored_schedule(name: str) -> RecurringSchedule | None:
-    try:
-        return state().delays.recurring.get(name) if name else None
-    except TaskNotFoundError:
-        return None
-
-
-def values_of_schedule(schedule: RecurringSchedule) -> dict[str, Any]:
-    """Return a stored schedule as `recurring set` takes it, without its body."""
-    same = ("name", "tag", "tz", "missed", "overlap", "queue", "priority", "limit_key")
-    timing = " ".join(schedule.timing.split())
-    interval = timing.removeprefix(f"{EVERY} ")
-    # A task reads these options from the same headers.
-    task = DelayedTask(0, schedule.tag, "", ANY_START, headers_json=schedule.headers_json)
-    return {
-        **{name: getattr(schedule, name) for name in same},
-        "cron" if interval == timing else "every": interval,
-        "start": schedule.start_at,
-        "jitter": schedule.jitter_s or None,
-        "retries": task.retry_schedule,
-        "max_late": task.max_late_s,
-        "meta": schedule.meta or None,
-        "body_version": task.headers.get("body_version"),
-    }
-
-
-def typed_text(value: Any) -> str:
-    """Return the text with which a person would type a value."""
-    match value:
-        case None:
-            return ""
-        case datetime():
-            return value.isoformat()
-        case RetrySchedule():
-            return " ".join(f"{delay_s:g}s" for delay_s in value.retry_delays_s)
-        case Mapping():
-            return "\n".join(f"{name}={text}" for name, text in value.items())
-    return str(value)
-
-
-def _values_of_changed_schedule(operation: Operation) -> dict[str, Any]:
-    """Return the values of the form. Those that were not changed are as they are stored: a text
-    says less than a value."""
-    values = values_of(operation.parameters, request.form)
-    known = stored_schedule(values.get("name", ""))
-    if known is None:
-        return values
-    if "is_change" not in request.form:
-        raise InvalidInputError(
-            f"there is a schedule {known.name} already: change it in the list", "name"
-        )
-    for name, value in values_of_schedule(known).items():
-        if value is not None and texts_of(request.form, name) == [typed_text(value)]:
-            values[name] = value
-    return values if "body" in values else {**values, "body": known.body}
-
-
 # -- one task, a policy, a schedule ---------------------------------------------------------------
 
 
@@ -191,7 +132,7 @@ def perform(operation: Operation) -> Response:
         sentence, is_refused = _perform_on_one(operation), False
     except (DelayTaskError, TypeError, ValueError) as problem:
         sentence, is_refused = str(problem), True
-    recorder(operation.name, given())(is_refused=is_refused)
+    record(operation.name, given(), is_refused=is_refused)
     flash(sentence, "bad" if is_refused else "good")
     state().cache.forget()
     return back()
@@ -199,10 +140,9 @@ def perform(operation: Operation) -> Response:
 
 def _perform_on_one(operation: Operation) -> str:
     """Return a sentence for the viewer."""
+    values = values_of(operation.parameters, request.form)
     if operation.name == "recurring set":
-        values = _values_of_changed_schedule(operation)
-    else:
-        values = values_of(operation.parameters, request.form)
+        _check_new_schedule(values["name"])
     if operation.name == "limit" and not values.keys() - {"tag", "queue"}:
         raise InvalidInputError("no limit was named, so nothing was changed", "concurrency")
     if "id" in request.form:
@@ -223,6 +163,14 @@ def _perform_on_one(operation: Operation) -> str:
             what = f"schedule {result.name}"
     # The notice stays on a page that follows the task.
     return f"The {what} was {done} at {now().astimezone(viewer_zone()):%H:%M:%S %Z}{more}."
+
+
+def _check_new_schedule(name: str) -> None:
+    """Refuse to replace a schedule: the form does not show what is stored."""
+    with suppress(TaskNotFoundError):
+        state().delays.recurring.get(name)
+        problem = f"there is a schedule {name} already: remove it, or use delaytasks recurring set"
+        raise InvalidInputError(problem, "name")
 
 
 # -- many tasks -----------------------------------------------------------------------------------
@@ -295,12 +243,10 @@ def _perform_on_many(operation: Operation) -> Response:
             shared.threads.release()
             shared.cache.forget()
 
-    record = recorder(operation.name, given())
     _start_thread(shared.threads, work)
     try:
         return redirect(url_for("entry", id=begun.result(BEGIN_S)), 303)
     except FutureTimeoutError:
-        begun.add_done_callback(partial(_record_failure, record))
         flash("The tasks are being found. Their entry appears here when some are changed.", "good")
         return redirect(url_for("audit"), 303)
 
@@ -316,13 +262,6 @@ def _start_thread(places: threading.Semaphore, work: Callable[[], None]) -> None
         raise
 
 
-def _record_failure(record: Callable[..., None], begun: Future[int]) -> None:
-    """Write a log entry if an operation failed before it had one: no viewer waits for its error."""
-    error = begun.exception()
-    if error is not None:
-        record(is_refused=True, error=one_line(str(error)))
-
-
 for _name, _offer in OFFERS.items():
     _add = route(f"/do/{_name.replace(' ', '-')}", role=_offer.role, action=_name)
     _add(partial(perform, OPERATIONS[_name]))
@@ -336,5 +275,5 @@ def stop_bulk(entry: str) -> Response:
         flash("It has ended, or another process of the console does it.", "bad")
     else:
         stop.set()
-    recorder("stop_bulk", {"entry": entry})(is_refused=stop is None)
+    record("stop_bulk", {"entry": entry}, is_refused=stop is None)
     return redirect(url_for("entry", id=entry), 303)

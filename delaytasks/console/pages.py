@@ -6,11 +6,10 @@ and recurring schedules, then the tasks and the audit table.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 from flask import abort, redirect, render_template, request, url_for
@@ -19,31 +18,22 @@ from sqlalchemy import select
 from werkzeug.wrappers import Response
 
 from delaytasks.console.charts import Series, lines, sparkline, stacked_bars
-from delaytasks.console.forms import (
-    OFFERS,
-    TaskQuery,
-    chosen_tasks,
-    possible_operations,
-    stored_schedule,
-    typed_text,
-    values_of_schedule,
-)
+from delaytasks.console.forms import OFFERS, TaskQuery, chosen_tasks, possible_operations
 from delaytasks.console.requests import SNAPSHOT_S, now, route, runtime, state, viewer
 from delaytasks.console.shown import viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.db.store import Store
-from delaytasks.db.task_rows import first_page
-from delaytasks.model.clock import MAX_ID, monotonic
+from delaytasks.db.task_rows import conditions, first_page
+from delaytasks.model.clock import MAX_ID
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, StoreError
-from delaytasks.model.filters import Filter, Filters
-from delaytasks.model.inputs import ALL_QUEUES, check_id, check_tag, parse_duration
+from delaytasks.model.filters import Filter, Filters, filter_of
+from delaytasks.model.inputs import check_id, check_tag, parse_duration
 from delaytasks.model.moves import Status, moves_from
-from delaytasks.model.task import DelayedTask, Page
+from delaytasks.model.task import Page
 from delaytasks.operate.health import verdict_of
-from delaytasks.operate.operations import NO_LIMIT
-from delaytasks.operate.searches import SearchTimeoutError
+from delaytasks.operate.searches import SearchTimeoutError, limited_search
 from delaytasks.operate.state import DeploymentState, live_groups
-from delaytasks.operate.statistics import OTHER_TAGS, RunTotals, SeriesPoint, count_rows
+from delaytasks.operate.statistics import OTHER_TAGS, RunTotals, SeriesPoint
 from delaytasks.operate.task_calls import find_tasks
 from delaytasks.operate.why import why
 from delaytasks.recurring.definition import RecurringSchedule
@@ -126,32 +116,10 @@ def workers() -> dict[str, Any]:
 # -- failures ------------------------------------------------------------------------------------
 
 
-#: Tasks that the page of a group shows.
-SHOWN_FAILURES = 50
-
-
 @route("/failures", "lists.html")
 def failures() -> dict[str, Any]:
     found = state().snapshot()
     return {"rows": found.groups, "s": found}
-
-
-@route("/failures/<name>", "tasks.html")
-def failure(name: str) -> dict[str, Any]:
-    found = state().snapshot()
-    group = next((group for group in found.groups if group.name == name), None) or abort(404)
-    tasks, problem = Page([], None), ""
-    try:
-        tasks = search(group.filters, SHOWN_FAILURES)
-    except SearchTimeoutError as error:
-        problem = str(error)
-    return {
-        "group": group,
-        "found": tasks,
-        "actions": possible_operations(group.filters["status"]),
-        "problem": problem,
-        "s": found,
-    }
 
 
 # -- the runs of a period, which all viewers share for some time ----------------------------------
@@ -169,40 +137,17 @@ PERIODS = {
     "day": ChartPeriod("1d", "15m", 60.0),
     "two days": ChartPeriod("2d", "30m", 300.0),
 }
-#: The most rows that a long chart reads: one for each minute and tag.
-MOST_CHART_ROWS = 100_000
 UNREADABLE = "The statistics cannot be read: {}"
 _OUTCOMES = ("done", "failed", "retried", "cancelled")
 
 
-class Runs(NamedTuple):
-    """The runs of a period by step."""
-
-    points: Sequence[SeriesPoint]
-    #: The number of tags that were read, if all of them have more than `MOST_CHART_ROWS` rows.
-    cut_to: int | None = None
-
-
-def read_runs(name: str, tag: str | None = None) -> Runs:
-    """Return the runs of all tags in a period, or of one tag."""
-    period = PERIODS[name]
-
-    def read() -> Runs:
-        busiest = None if tag is not None or name == "hour" else _busiest_tags(period)
-        tags = busiest if tag is None else [tag]
-        points = state().delays.statistics.series(since=period.since, step=period.step, tags=tags)
-        return Runs(points, None if busiest is None else len(busiest))
-
+def read_runs(name: str, tag: str | None = None) -> Sequence[SeriesPoint]:
+    """Return the runs of all tags in a period by step, or of one tag."""
+    period, tags = PERIODS[name], None if tag is None else [tag]
+    read = partial(
+        state().delays.statistics.series, since=period.since, step=period.step, tags=tags
+    )
     return state().history.get(("runs", name, tag), period.kept_s, read)
-
-
-def _busiest_tags(period: ChartPeriod) -> list[str] | None:
-    """Return the tags with the most runs in the last hour; None if all tags can be read."""
-    end, length = now(), parse_duration(period.since)
-    if count_rows(runtime().store, end - length, end, MOST_CHART_ROWS + 1) <= MOST_CHART_ROWS:
-        return None
-    most = max(MOST_CHART_ROWS // int(length.total_seconds() / 60), 1)
-    return [each.tag for each in read_tags("hour")[0][:most]]
 
 
 def chosen_period() -> str:
@@ -216,21 +161,20 @@ def shown_runs(tag: str | None = None) -> dict[str, Any]:
 
     A database that does not answer is a part of the result.
     """
-    name, found, problem = chosen_period(), Runs([]), None
+    name, points, problem = chosen_period(), list[SeriesPoint](), None
     try:
-        found = read_runs(name, tag)
+        points = [*read_runs(name, tag)]
     except StoreError as error:
         problem = UNREADABLE.format(error)
-    total = RunTotals.total(point.total for point in found.points)
+    total = RunTotals.total(point.total for point in points)
     counts = {outcome: getattr(total, outcome) for outcome in _OUTCOMES}
     return {
         "period": name,
         "periods": list(PERIODS),
         "step": PERIODS[name].step,
-        "points": found.points,
+        "points": points,
         "total": total,
         "outcomes": ", ".join(f"{count:,} {outcome}" for outcome, count in counts.items() if count),
-        "cut_to": found.cut_to,
         "problem": problem,
         "throughput": _throughput,
         "quantiles": _quantiles,
@@ -283,16 +227,16 @@ class TagRuns(NamedTuple):
     spark: Markup
 
 
-def read_tags(period: str) -> tuple[list[TagRuns], int | None]:
-    """Return the tags of a period, those with the most runs first, and `Runs.cut_to`."""
+def read_tags(period: str) -> list[TagRuns]:
+    """Return the tags of a period, those with the most runs first."""
 
-    def read() -> tuple[list[TagRuns], int | None]:
-        runs, by_tag = read_runs(period), defaultdict[str, dict[int, RunTotals]](dict)
-        for number, point in enumerate(runs.points):
+    def read() -> list[TagRuns]:
+        points, by_tag = read_runs(period), defaultdict[str, dict[int, RunTotals]](dict)
+        for number, point in enumerate(points):
             for tag, total in point.tags.items():
                 by_tag[tag][number] = total
-        found = [_of_tag(tag, steps, len(runs.points)) for tag, steps in by_tag.items()]
-        return sorted(found, key=lambda each: (-each.total.started, each.tag)), runs.cut_to
+        found = [_of_tag(tag, steps, len(points)) for tag, steps in by_tag.items()]
+        return sorted(found, key=lambda each: (-each.total.started, each.tag))
 
     return state().history.get(("tags", period), LIST_KEPT_S, read)
 
@@ -309,9 +253,9 @@ def _of_tag(tag: str, steps: dict[int, RunTotals], count: int) -> TagRuns:
 @route("/tags", "lists.html")
 def tags() -> dict[str, Any]:
     period, part = chosen_period(), request.args.get("contains", "").strip()
-    found, cut_to, problem = list[TagRuns](), None, None
+    found, problem = list[TagRuns](), None
     try:
-        found, cut_to = read_tags(period)
+        found = read_tags(period)
     except StoreError as error:
         problem = UNREADABLE.format(error)
     matching = [each for each in found if part.lower() in each.tag.lower()]
@@ -320,7 +264,6 @@ def tags() -> dict[str, Any]:
         "periods": list(PERIODS),
         "rows": matching[:SHOWN_TAGS],
         "more": len(matching) - SHOWN_TAGS,
-        "cut_to": cut_to,
         "contains": part,
         "problem": problem,
         "other_tags": OTHER_TAGS,
@@ -347,13 +290,7 @@ def tag() -> dict[str, Any]:
 
 @route("/policies", "lists.html")
 def policies() -> dict[str, Any]:
-    found, tag, values = state().snapshot(), request.args.get("tag", "").strip(), dict[str, Any]()
-    for stored in state().delays.policies.list(tag=tag) if tag else ():
-        if stored.has_limits:
-            values = {"tag": tag, "rate": stored.rate_text or NO_LIMIT}
-            for name in ("concurrency", "concurrency_per_key"):
-                values[name] = getattr(stored, name) or NO_LIMIT
-    return {"rows": found.policies, "edited": values.get("tag"), "values": values}
+    return {"rows": state().snapshot().policies, "values": request.args}
 
 
 #: The schedules of a page, and the occurrences that are shown of each.
@@ -364,16 +301,9 @@ SCHEDULES_PER_PAGE, NEXT = 100, 3
 def recurring() -> dict[str, Any]:
     after = request.args.get("after") or None
     found = state().delays.recurring.list(after=after, limit=SCHEDULES_PER_PAGE)
-    edited, values = stored_schedule(request.args.get("name", "").strip()), dict[str, str]()
-    if edited is not None:
-        values = {name: typed_text(each) for name, each in values_of_schedule(edited).items()}
-        with suppress(ValueError, RecursionError):  # this process may have no key to decrypt it
-            values["body"] = json.dumps(edited.body, ensure_ascii=False, indent=2)
     return {
         "rows": [(each, _next(each)) for each in found],
         "following": found[-1].name if len(found) == SCHEDULES_PER_PAGE else None,
-        "edited": edited,
-        "values": values,
     }
 
 
@@ -384,57 +314,20 @@ def _next(schedule: RecurringSchedule) -> list[datetime]:
         return []
 
 
-# -- the names that fields suggest ----------------------------------------------------------------
-
-
-#: The most names of each kind, and the seconds for which all viewers see the same ones.
-MOST_SUGGESTED, KNOWN_S = 200, 60.0
-
-
-def known_names() -> dict[str, list[str]]:
-    """Return the tags and the queues of workers, policies and statistics, sorted.
-
-    No task is read. Of more than `MOST_SUGGESTED` tags, those of policies and workers come first,
-    and then those with the most runs of the last hour.
-    """
-    return state().history.get("known_names", KNOWN_S, _read_names)
-
-
-def _read_names() -> dict[str, list[str]]:
-    store, settings = runtime().store, runtime().settings
-    known = {"tag": list[str](), "queue": [settings.default_queue]}
-    with suppress(StoreError):  # a database that does not answer has no names
-        for policy in store.policies.read():
-            known[policy.kind].append(policy.name)
-        for worker in store.workers.registered(now(), settings.silent_s):
-            known["tag"] += worker.tags or ()
-            known["queue"] += worker.queues
-    with suppress(StoreError):
-        known["tag"] += (each.tag for each in read_tags("hour")[0])
-    for kind, names in known.items():
-        different = [name for name in dict.fromkeys(names) if name not in (OTHER_TAGS, ALL_QUEUES)]
-        known[kind] = sorted(different[:MOST_SUGGESTED])
-    return known
-
-
 # -- the list, and one task -----------------------------------------------------------------------
 
 
-#: Seconds after which a search ends, and the least limit of a search that continues an earlier one.
-SEARCH_S, LEAST_SEARCH_S = 5.0, 0.1
+#: Seconds after which a search ends.
+SEARCH_S = 5.0
 TASKS_PER_PAGE = 50
 
 
 def search(
-    filters: Mapping[str, Any],
-    limit: int,
-    cursor: str | None = None,
-    is_newest_first: bool = True,
-    limit_s: float = SEARCH_S,
+    filters: Mapping[str, Any], limit: int, cursor: str | None = None, is_newest_first: bool = True
 ) -> Page:
     """Return a page like `DelayTasks.find`, or raise `SearchTimeoutError`."""
-    where, limit_s = cast("Filters", filters), max(limit_s, LEAST_SEARCH_S)
-    return find_tasks(runtime(), where, cursor, limit, is_newest_first, None, limit_s)
+    where = cast("Filters", filters)
+    return find_tasks(runtime(), where, cursor, limit, is_newest_first, None, SEARCH_S)
 
 
 @route("/tasks", "tasks.html")
@@ -485,8 +378,8 @@ def task(id: str) -> dict[str, Any]:
 # -- many tasks, and the audit table --------------------------------------------------------------
 
 
-#: Tasks that are counted before a viewer confirms, in pages of this size: they contain the bodies.
-MOST_MATCHES_COUNTED, COUNT_PAGE = 5_000, 100
+#: Tasks that are counted before a viewer confirms.
+MOST_MATCHES_COUNTED = 5_000
 #: Tasks that are shown as examples, and entries on a page of the audit table.
 EXAMPLE_TASKS, AUDIT_ENTRIES = 10, 200
 
@@ -498,35 +391,28 @@ def bulk() -> dict[str, Any]:
     if name not in possible_operations():
         abort(404)
     filters, movable = chosen_tasks(name, request.args)
-    count, has_more, examples = _counted({**filters, "status": movable})
+    where = {**filters, "status": movable}
+    count = _count(filter_of(cast("Filters", where)))
     return {
         "action": name,
         "word": OFFERS[name].word,
-        "count": count,
-        "has_more": has_more,
-        "examples": examples,
+        "count": min(count, MOST_MATCHES_COUNTED),
+        "has_more": count > MOST_MATCHES_COUNTED,
+        "examples": search(where, EXAMPLE_TASKS, is_newest_first=False).tasks,
         "kept": TaskQuery.read(request.args).typed,
         "selected": len(set(filters.get("ids", ()))),
         "values": request.args,
     }
 
 
-def _counted(filters: dict[str, Any]) -> tuple[int, bool, list[DelayedTask]]:
-    """Return the number of tasks, whether there may be more, and some of them."""
-    count, cursor, examples = 0, None, list[DelayedTask]()
-    ends_at = monotonic() + SEARCH_S
-    while count < MOST_MATCHES_COUNTED:
-        try:
-            found = search(filters, COUNT_PAGE, cursor, False, ends_at - monotonic())
-        except SearchTimeoutError:
-            if not count:
-                raise
-            break
-        count, cursor = count + len(found), found.cursor
-        examples = examples or list(found)[:EXAMPLE_TASKS]
-        if cursor is None:
-            return count, False, examples
-    return count, True, examples
+def _count(where: Filter) -> int:
+    """Return the number of tasks, or one more than are counted."""
+    database, table = runtime().store.database, runtime().store.schema.tasks
+    query = select(table.c.expected_time, table.c.id)
+    query = query.where(*conditions(table, where, database.can))
+    most = MOST_MATCHES_COUNTED + 1
+    rows = limited_search(database, lambda on: first_page(on, query, table, where, most), SEARCH_S)
+    return len(rows)
 
 
 @route("/audit/<id>", "bulk.html")

@@ -108,7 +108,7 @@ class ConsoleState:
         database answers slowly."""
         found = copy(self.cache.get("snapshot", SNAPSHOT_S, self._read_state))
         ask = partial(ask_broker, runtime_of(self.delays))
-        found.broker_error = self.cache.get("broker", BROKER_S, ask, has_failed=bool)
+        found.broker_error = self.cache.get("broker", BROKER_S, ask)
         return found
 
     def _read_state(self) -> DeploymentState:
@@ -255,7 +255,7 @@ def _finish(response: Response) -> Response:
     route = ROUTES.get(request.endpoint or "")
     is_action = route is not None and request.method == "POST" and route.role > Role.VIEW
     if is_action and response.status_code in REFUSED and g.get("viewer") is not None:
-        recorder(request.endpoint or "", given())(is_refused=True)
+        record(request.endpoint or "", given(), is_refused=True)
     return response
 
 
@@ -276,7 +276,7 @@ def back() -> AnyResponse:
 #: The statuses of a refused action. The form of a request that is too large (413) cannot be read.
 REFUSED = {400, 403, 404}
 #: Fields that are not part of a log entry. A body may contain secrets.
-_LEFT_OUT = {"csrf", "next", "body", "version", "is_change"}
+_LEFT_OUT = {"csrf", "next", "body", "version"}
 #: Fields of a form that are audited, and their characters: nobody has checked those of a refused
 #: one.
 MOST_FIELDS, MOST_CHARACTERS = 20, 200
@@ -290,20 +290,15 @@ def given() -> dict[str, Any]:
     return {name[:MOST_CHARACTERS]: text[:MOST_CHARACTERS] for name, text in shown[:MOST_FIELDS]}
 
 
-def recorder(action: str, what: dict[str, Any]) -> Callable[..., None]:
-    """Return a function that writes the log entry of an action of the viewer, also later.
+def record(action: str, what: dict[str, Any], *, is_refused: bool = False) -> None:
+    """Write the log entry of an action of the viewer.
 
     An action on one task is named so: the entries of `cancel`, for example, are of many tasks.
     """
-    actor, of = viewer().name, runtime()
-    name = f"{action}_task" if "id" in what else action
-
-    def record(*, is_refused: bool = False, **more: str) -> None:
-        logger.info("console: %s by %s: %r%s", name, actor, what, " (refused)" * is_refused)
-        try:
-            record_action(of, name, {**what, **more}, actor, is_refused=is_refused)
-        except DelayTaskError:
-            # The action itself may be done, and the log has it.
-            logger.exception("console: the log entry of %s could not be written", name)
-
-    return record
+    actor, name = viewer().name, f"{action}_task" if "id" in what else action
+    logger.info("console: %s by %s: %r%s", name, actor, what, " (refused)" * is_refused)
+    try:
+        record_action(runtime(), name, what, actor, is_refused=is_refused)
+    except DelayTaskError:
+        # The action itself may be done, and the log has it.
+        logger.exception("console: the log entry of %s could not be written", name)

@@ -6,6 +6,7 @@ state. The checks read less, because a probe has little time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
@@ -18,20 +19,19 @@ from delaytasks.loops import within
 from delaytasks.model.clock import UTC
 from delaytasks.model.errors import DelayTaskError, StoreUnavailableError
 from delaytasks.model.inputs import POLLING_PREFIX, show_duration
-from delaytasks.model.moves import Status
+from delaytasks.model.moves import late_start
 from delaytasks.model.text import count, some_values
 from delaytasks.operate.state import (
     NO_STANDBY,
     READ_ONLY,
     DeploymentState,
-    FailedNow,
     ask_broker,
     beat_age_s,
     explained,
     find_overdue,
     server_problem,
 )
-from delaytasks.operate.statistics import LATE_RANGE, recent_hours
+from delaytasks.operate.statistics import LATE_RANGE
 from delaytasks.operate.why import LATE_BECAUSE, Facts, broker_down, limits_of, pause_of
 
 if TYPE_CHECKING:
@@ -81,45 +81,46 @@ def have_failed(number: int, noun: str, of: str = "") -> str:
     return f"{count(number, noun)}{of} {'has' if number == 1 else 'have'} failed"
 
 
+LATE_MINUTES = LATE_RANGE.total_seconds() / 60
+
 # -- Judges the failures of a deployment ----------------------------------------------------------
 
 
+#: Failed tasks that are older are no news.
+RECENT = timedelta(hours=1)
 #: Failed runs that are retried are a warning if they are more, and a note otherwise. The alert
 #: `DelayTasksFailing` has the same limits for tasks.
 FEW_RUNS, SMALL_SHARE = 5, 0.05
 
 
 def _failures(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
-    news = [group for group in state.groups if group.is_news]
-    about = "about " if state.counts[Status.FAILED].is_estimate else ""
+    news = [group for group in state.groups if state.now - group.last_at <= RECENT]
     all_failed = state.rows["FAILED"]
-    flaw = f"{about}{count(all_failed, 'task')} failed"
     for group in news:
-        failed = _failed_runs(group, state, zone)
-        if group.tasks:
-            least = "" if state.has_all_failures else "At least "
-            since = clock_time(group.first_at, state.now, zone)
-            failed = f"{least}{have_failed(group.tasks, 'task', f' of {group.tag}')} since {since}"
-        text = f"{failed}: {group.summary}"
-        yield Problem("bad", text, "failure", {"name": group.name}, flaw)
-    retried = [each for each in state.groups if each.is_retried and not each.is_news]
-    retried = [each for each in retried if each.recent]
-    much = [each for each in retried if each.recent > FEW_RUNS and each.share > SMALL_SHARE]
-    flaw = f"{have_failed(sum(each.recent for each in much), 'run')} and will be retried"
-    for group in retried:
-        text = f"{_failed_runs(group, state, zone)}, and will be retried: {group.summary}"
-        is_much = group in much
-        level: Severity = "warning" if is_much else "note"
-        yield Problem(level, text, "failure", {"name": group.name}, flaw if is_much else "")
-    others = all_failed - sum(group.tasks for group in news)
+        least = "" if state.has_all_failures else "At least "
+        failed = have_failed(group.runs, "task", f" of {group.tag}")
+        text = f"{least}{failed} since {clock_time(group.first_at, state.now, zone)}"
+        where = {"status": "FAILED", **group.filters}
+        flaw = f"{count(all_failed, 'task')} failed"
+        yield Problem("bad", f"{text}: {group.summary}", "tasks", where, flaw)
+    yield from _retried(state)
+    others = all_failed - sum(group.runs for group in news)
     if others and (state.has_all_failures or not news):
         text = f"{count(others, 'task')} failed more than an hour ago."
         yield Problem("note", text, "failures")
 
 
-def _failed_runs(group: FailedNow, state: DeploymentState, zone: tzinfo) -> str:
-    since = clock_time(max(group.first_at, recent_hours(state.now)), state.now, zone)
-    return f"{have_failed(group.recent, 'run', f' of {group.tag}')} since {since}"
+def _retried(state: DeploymentState) -> Iterator[Problem]:
+    """Name the tags whose last runs failed and will be retried, with the last error of each."""
+    last = {group.tag: group for group in reversed(state.retried)}
+    for tag, runs in sorted(state.runs.items(), key=lambda each: -each[1].retried):
+        if runs.retried and tag in last:
+            failed = have_failed(runs.retried, "run", f" of {tag}")
+            text = f"{failed} in the last {LATE_MINUTES:g} minutes, and will be retried: "
+            is_much = runs.retried > max(FEW_RUNS, SMALL_SHARE * runs.started)
+            flaw = f"runs of {tag} fail and are retried" if is_much else ""
+            level: Severity = "warning" if is_much else "note"
+            yield Problem(level, text + last[tag].summary, "failures", flaw=flaw)
 
 
 # -- Judges a deployment --------------------------------------------------------------------------
@@ -193,12 +194,14 @@ def _late(state: DeploymentState) -> Iterator[Problem]:
 
 def _late_starts(state: DeploymentState) -> Iterator[Problem]:
     """Return a note, since these tasks have run."""
-    if late := state.late_starts:
-        most = sorted(late.items(), key=lambda each: -each[1])
-        reasons = "; ".join(f"{number:,} because {LATE_BECAUSE[why]}" for why, number in most)
-        number, minutes = late.total(), LATE_RANGE.total_seconds() / 60
-        text = f"{count(number, 'run')} of the last {minutes:g} minutes began late: {reasons}."
-        yield Problem("note", text, "tags")
+    late = Counter[str]()
+    for counts in state.runs.values():
+        for late_by, number in counts.late_starts.items():
+            late[late_start(late_by)[1]] += number
+    if late:
+        reasons = "; ".join(f"{n:,} because {LATE_BECAUSE[why]}" for why, n in late.most_common())
+        runs = f"{count(late.total(), 'run')} of the last {LATE_MINUTES:g} minutes"
+        yield Problem("note", f"{runs} began late: {reasons}.", "tags")
 
 
 def _services(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:

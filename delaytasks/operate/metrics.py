@@ -7,7 +7,7 @@ files need the extra `prometheus`. See docs/monitor.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate
 from math import inf
@@ -162,26 +162,20 @@ class DatabaseMetrics(Collector):
         self._runtime = runtime
         self._cache = SharedCache()
 
-    def collect(self) -> Sequence[Metric]:
-        metrics, _ = self._cache.get("all", REST_S, self._read, has_failed=lambda read: read[1])
-        return metrics
-
-    def _read(self) -> tuple[Sequence[Metric], bool]:
-        """Return the metrics, and whether the database is down."""
+    def collect(self) -> Iterator[Metric]:
+        runtime = self._runtime
         found: DeploymentState | None = None
         with suppress(StoreError):  # the value 0 of `delaytasks_database_up` reports it
-            found = DeploymentState(self._runtime)
-        return list(self._all(found)), found is None
-
-    def _all(self, found: DeploymentState | None) -> Iterator[Metric]:
-        runtime = self._runtime
+            found = self._cache.get("state", REST_S, lambda: DeploymentState(runtime))
         yield gauge("database_up", "Whether the database answers.", found is not None)
         if found is not None:
             yield from table_metrics(found)
         if runtime.direct_timer is None:
-            yield gauge("broker_up", "Whether the broker answers.", ask_broker(runtime) is None)
-        if runtime.redis_timer is not None:
-            is_up = runtime.redis_timer.counts([runtime.settings.default_queue]) is not None
+            error = self._cache.get("broker", REST_S, lambda: ask_broker(runtime))
+            yield gauge("broker_up", "Whether the broker answers.", error is None)
+        if (timer := runtime.redis_timer) is not None:
+            queues = [runtime.settings.default_queue]
+            is_up = self._cache.get("redis", REST_S, lambda: timer.counts(queues) is not None)
             yield gauge("redis_timer_up", "Whether the Redis of the timer answers.", is_up)
 
 

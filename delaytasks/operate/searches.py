@@ -128,19 +128,14 @@ def _without_bodies(schema: Schema) -> Select[Any]:
     return select(*(column.label(name) for name, column in names))
 
 
-def failed_tasks(store: Store) -> tuple[list[DelayedTask], bool]:
-    """Return the FAILED tasks that were due last, at most `MOST_FAILED` of the first queues.
-
-    The second value is whether these are all of them.
-    """
+def failed_tasks(store: Store) -> list[DelayedTask]:
+    """Return the FAILED tasks that were due last, at most `MOST_FAILED` of the first queues."""
     query, where = _without_bodies(store.schema), Filter(status=frozenset({Status.FAILED}))
     limits = MOST_FAILED, True, MOST_FAILED_QUEUES
     rows = store.database.autocommitted(
         lambda on: first_page(on, query, store.schema.tasks, where, *limits)
     )
-    queues = {row.queue for row in rows}
-    has_all = len(rows) < MOST_FAILED and len(queues) < MOST_FAILED_QUEUES
-    return [task_of(row, store.schema) for row in rows], has_all
+    return [task_of(row, store.schema) for row in rows]
 
 
 def tasks_of_ids(store: Store, ids: Iterable[int]) -> list[DelayedTask]:

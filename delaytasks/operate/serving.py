@@ -97,7 +97,6 @@ class SharedCache:
         read: Callable[[], T],
         *,
         longest_s: float = LONGEST_KEPT_S,
-        has_failed: Callable[[T], bool] = lambda value: False,
     ) -> T:
         """Return the value of `key`; call `read` if it is older than `kept_s` seconds.
 
@@ -109,9 +108,6 @@ class SharedCache:
         longest_s
             A value is kept `KEPT_PER_READ` times as long as its read took, but not longer than
             this.
-        has_failed
-            Says that a value contains an error. It is then kept for `kept_s` seconds, however long
-            the database was silent.
         """
         slot = self._slot(key)
         with slot.lock:
@@ -125,7 +121,7 @@ class SharedCache:
                     raise
                 ended = monotonic()
                 slow_s = min(KEPT_PER_READ * (ended - began), longest_s)
-                slot.until = ended + (kept_s if has_failed(slot.value) else max(kept_s, slow_s))
+                slot.until = ended + max(kept_s, slow_s)
             if slot.error is not None:
                 raise slot.error.with_traceback(None)  # each raise would make it longer
             value: T = slot.value

@@ -7,11 +7,10 @@ each queue and priority.
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,13 +23,20 @@ from delaytasks.db.sweep_queries import RegisteredWorker, is_late
 from delaytasks.db.task_rows import distinct_values, has_status, levels_of
 from delaytasks.db.types import db_now_plus, for_database, once
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.model.moves import Status, late_start
+from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import DEFER_MAX_S
 from delaytasks.operate.policy_calls import with_counts
 from delaytasks.operate.searches import changed_at, failed_tasks, tasks_of_ids
-from delaytasks.operate.statistics import FailureGroup, RunTotals, recent_hours, recent_runs
+from delaytasks.operate.statistics import (
+    LATE_RANGE,
+    MOST_READ_GROUPS,
+    FailureGroup,
+    RunTotals,
+    counts_by_tag,
+    failure_groups,
+)
 from delaytasks.operate.why import Facts, Reason, waits_for
 from delaytasks.run.observers import error_pattern
 
@@ -45,35 +51,29 @@ if TYPE_CHECKING:
 MAX_COUNTED = 1_000_000
 
 
-class Count(NamedTuple):
-    rows: int
-    is_estimate: bool = False
-
-
-def task_counts(store: Store, most: int = MAX_COUNTED) -> dict[Status, Count]:
-    """Return the number of rows of each status.
+def task_counts(store: Store, most: int = MAX_COUNTED) -> dict[str, int]:
+    """Return the number of rows by the name of the status.
 
     In a table of more than `most` rows, larger numbers and that of DONE are the planner's
     estimates.
     """
     t = store.schema.tasks
 
-    def count(on: Connection, status: Status) -> Count:
-        rows = select(t.c.id).where(has_status(t, status))
-        if status is Status.DONE:  # it has no index
-            return Count(estimate_rows(on, rows), is_estimate=True)
-        first = rows.limit(most + 1).subquery()
-        counted = on.scalar(select(func.count()).select_from(first)) or 0
-        if counted <= most:
-            return Count(counted)
-        return Count(max(counted, estimate_rows(on, rows)), is_estimate=True)
+    def count(on: Connection, status: Status) -> int:
+        rows, counted = select(t.c.id).where(has_status(t, status)), 0
+        if status is not Status.DONE:  # it has no index
+            first = rows.limit(most + 1).subquery()
+            counted = on.scalar(select(func.count()).select_from(first)) or 0
+            if counted <= most:
+                return counted
+        return max(counted, estimate_rows(on, rows))
 
-    def read(on: Connection) -> dict[Status, Count]:
+    def read(on: Connection) -> dict[str, int]:
         if estimate_rows(on, select(t.c.id)) > most:
-            return {status: count(on, status) for status in Status}
+            return {status.name: count(on, status) for status in Status}
         query = select(t.c.status, func.count()).group_by(t.c.status)
-        found = {status: Count(rows) for status, rows in on.execute(query)}
-        return {status: found.get(int(status), Count(0)) for status in Status}
+        found = {int(status): rows for status, rows in on.execute(query)}
+        return {status.name: found.get(int(status), 0) for status in Status}
 
     return store.database.autocommitted(read)
 
@@ -240,124 +240,28 @@ def explained(facts: Facts, overdue: Overdue) -> list[OverdueGroup]:
 
 # -- Groups of failures that have the same tag and the same kind of error -------------------------
 
-# A group has the FAILED tasks that were read, and the failed runs that workers have counted, which
-# include those of tasks that wait for a retry. Workers write their counts once a minute.
-
-
-#: Failed tasks that are older are no news.
-RECENT = timedelta(hours=1)
 #: The statuses of a task that has failed and is repeated.
 RETRIED = (Status.NOT_COMPLETE, Status.HELD, Status.RUNNING)
 
 
-@dataclass(frozen=True)
-class FailedNow:
-    """Failures of one tag whose errors differ in numbers and quoted texts only."""
-
-    name: str
-    tag: str
-    pattern: str
-    #: The FAILED task that failed last, or without one, the last task of the counted runs.
-    sample: DelayedTask
-    #: The FAILED tasks that were read.
-    tasks: int
-    #: All failed runs that are known, those of retried tasks included.
-    runs: int
-    first_at: datetime
-    last_at: datetime
-    #: The failed runs that were counted since `recent_hours`, and their share in those of the tag.
-    recent: int
-    share: float
-    #: Whether the last task of the counted runs waits for its retry.
-    is_retried: bool
-    #: Whether FAILED tasks of the group are of the last hour.
-    is_news: bool
-
-    @property
-    def summary(self) -> str:
-        """The type and the message of the exception, with `…` for what differs."""
-        said = self.pattern.rpartition("\n")[2].strip("*").strip()
-        # The whole message differs, such as the key of a KeyError.
-        said += " *" if said.endswith(":") else ""
-        return said.replace("*", "…") or "(no error text)"
-
-    @property
-    def filters(self) -> dict[str, Any]:
-        """The filters of `find` for the tasks of the group."""
-        error = {"error": self.pattern} if self.pattern.strip("*") else {}
-        statuses = ["FAILED"] if self.tasks else ["FAILED", "NOT_COMPLETE", "HELD"]
-        return {"tag": self.tag, "status": statuses, **error}
-
-    @property
-    def where(self) -> str:
-        """The function that raised the exception; empty if the error is no traceback."""
-        return self.pattern.partition("\n")[0].removeprefix("* in ") if "\n" in self.pattern else ""
-
-
-def group_name(tag: str, pattern: str) -> str:
-    """Return a short name of a group for addresses."""
-    return hashlib.sha256(f"{tag}\n{pattern}".encode()).hexdigest()[:12]
-
-
-def groups_of(
-    tasks: Iterable[DelayedTask],
-    now: datetime,
-    counted: Iterable[FailureGroup] = (),
-    started: Mapping[str, int] = {},
-    last_tasks: Iterable[DelayedTask] = (),
-) -> list[FailedNow]:
-    """Return the groups of FAILED tasks, those that failed last first.
-
-    Parameters
-    ----------
-    tasks
-        FAILED tasks.
-    counted, started, last_tasks
-        What workers have counted, all recent runs by tag, and the tasks of the last counted runs.
-        Groups without a FAILED task are returned too if the last task is FAILED, or waits for its
-        retry.
-    """
+def groups_of(tasks: Iterable[DelayedTask]) -> list[FailureGroup]:
+    """Return the groups of FAILED tasks, those that failed last first. `runs` counts the tasks."""
     members = defaultdict[tuple[str, str], list[DelayedTask]](list)
-    for task in tasks:
-        members[_key(task)].append(task)
-    counts = {(each.tag, each.pattern): each for each in counted}
-    lasts = {_key(task): task for task in last_tasks if task.status in (Status.FAILED, *RETRIED)}
-
-    def group_of(key: tuple[str, str]) -> FailedNow:
-        mine, of_runs, last = members.get(key, ()), counts.get(key), lasts.get(key)
-        newest = max(mine, key=lambda task: (changed_at(task), task.id), default=last)
-        assert newest is not None
-        times = sorted(map(changed_at, mine))
-        runs, recent = len(mine), 0
-        if of_runs is not None:
-            # Failures of the last minute, or of a killed worker, may be in the rows only.
-            runs = max(runs, of_runs.runs)
-            times = sorted([*times, of_runs.first_at, of_runs.last_at])
-            recent = sum(n for hour, n in of_runs.hours.items() if hour >= recent_hours(now))
-        is_retried = last is not None and last.status in RETRIED
-        # Without members, none of its FAILED tasks was read but the last one.
-        is_recent = now - changed_at(newest) <= RECENT if mine else recent > 0 and not is_retried
-        return FailedNow(
-            name=group_name(*key),
-            tag=key[0],
-            pattern=key[1],
-            sample=newest,
-            tasks=len(mine),
-            runs=runs,
-            first_at=times[0],
-            last_at=times[-1],
-            recent=recent,
-            share=recent / max(recent, started.get(key[0], 0), 1),
-            is_retried=is_retried,
-            is_news=is_recent,
+    for task in sorted(tasks, key=lambda task: (changed_at(task), task.id)):
+        members[task.tag, error_pattern(task.error or "")].append(task)
+    groups = [
+        FailureGroup(
+            tag=tag,
+            pattern=pattern,
+            runs=len(mine),
+            first_at=changed_at(mine[0]),
+            last_at=changed_at(mine[-1]),
+            task_id=mine[-1].id,
+            error=mine[-1].error or "",
         )
-
-    groups = [group_of(key) for key in {**members, **counts} if key in members or key in lasts]
-    return sorted(groups, key=lambda group: group.last_at)[::-1]
-
-
-def _key(task: DelayedTask) -> tuple[str, str]:
-    return task.tag, error_pattern(task.error or "")
+        for (tag, pattern), mine in members.items()
+    ]
+    return sorted(groups, key=lambda group: group.last_at, reverse=True)
 
 
 # -- The state of a deployment --------------------------------------------------------------------
@@ -389,7 +293,8 @@ class DeploymentState(Facts):
         #: The kind and the version of the database, and what is wrong with its role.
         self.server = database.autocommitted(_server)
         self.problem = server_problem(database)
-        self.counts = task_counts(store, most_counted)
+        #: The number of tasks by the name of the status.
+        self.rows = task_counts(store, most_counted)
         found = find_overdue(store, self.settings.grace_s)
         #: The number of overdue tasks, and when the oldest of them was due.
         self.overdue, self.oldest = found.tasks, found.oldest
@@ -398,40 +303,32 @@ class DeploymentState(Facts):
         self.expired_leases = store.leases.count_expired()
         #: The workers that were lost within the last hour, the latest loss first.
         self.lost = store.workers.lost()
-        #: Failures with the same tag and kind of error, and whether all FAILED tasks are in them.
-        self.groups: Sequence[FailedNow] = ()
+        #: FAILED tasks with the same tag and kind of error, and whether all of them were read.
+        self.groups: Sequence[FailureGroup] = ()
         self.has_all_failures = True
+        #: Failed runs of the last two days, the last one of which waits for its retry.
+        self.retried: Sequence[FailureGroup] = ()
         #: What ended within `LATE_RANGE`, by tag.
         self.runs: Mapping[str, RunTotals] = {}
 
     def add_failures(self) -> None:
         """Read the failures, the latest runs, and the numbers of tasks of the policies."""
         store = self.store
-        failed, self.has_all_failures = failed_tasks(store) if self.rows["FAILED"] else ([], True)
+        failed = failed_tasks(store) if self.rows["FAILED"] else []
+        self.has_all_failures = len(failed) >= self.rows["FAILED"]
         self.policies, held = with_counts(store.policies, self.policies)
         # Tasks may have moved between two queries. The sentences of the verdict contain the later
         # numbers, so the counts have them too.
         if held is not None:
-            self.counts[Status.HELD] = Count(held)
+            self.rows["HELD"] = held
         if failed and self.has_all_failures:
-            self.counts[Status.FAILED] = Count(len(failed))
-        counted, started, self.runs = recent_runs(store, self.now)
+            self.rows["FAILED"] = len(failed)
+        self.groups = groups_of(failed)
+        counted = failure_groups(store, None, None, MOST_READ_GROUPS)
         last = tasks_of_ids(store, [group.task_id for group in counted])
-        self.groups = groups_of(failed, self.now, counted, started, last)
-
-    @property
-    def rows(self) -> dict[str, int]:
-        """The number of tasks by the name of the status."""
-        return {status.name: count.rows for status, count in self.counts.items()}
-
-    @property
-    def late_starts(self) -> Counter[str]:
-        """How many runs began late within `LATE_RANGE`, by the reason."""
-        found = Counter[str]()
-        for counts in self.runs.values():
-            for late_by, number in counts.late_starts.items():
-                found[late_start(late_by)[1]] += number
-        return found
+        waiting = {task.id for task in last if task.status in RETRIED}
+        self.retried = [group for group in counted if group.task_id in waiting]
+        self.runs = counts_by_tag(store, self.now - LATE_RANGE, self.now, None)
 
     @property
     def oldest_overdue_s(self) -> float:

@@ -11,20 +11,20 @@ import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import ColumnElement, delete, func, literal, select, update
+from sqlalchemy import ColumnElement, delete, func, select, update
 
 from delaytasks.db.schema import FINGERPRINT_LENGTH
 from delaytasks.db.statements import insert_if_absent
 from delaytasks.loops import CallGroup, Loop, twin, within
 from delaytasks.model.body import dump_json
-from delaytasks.model.clock import AN_HOUR, EPOCH, from_us, hour_of, to_us
+from delaytasks.model.clock import EPOCH, from_us, hour_of, to_us
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import Delay, check_instant, check_page_limit, check_tag, check_wait
 from delaytasks.run.observers import (
@@ -136,6 +136,8 @@ class StatisticsWriter:
 
 #: The time for which counts are kept.
 COUNTS_KEPT = timedelta(days=2)
+#: Rows of runs that are in memory at a time.
+STREAMED_ROWS = 5000
 #: The most rows of failures that are read: those of the latest hours.
 MOST_FAILURE_ROWS = 2000
 
@@ -189,16 +191,10 @@ def read_runs(
     query = select(s.c.start, s.c.tag, s.c.counts).where(*_is_run(s, since, until))
     if tags is not None:
         query = query.where(s.c.tag.in_(tags))
-    for start, tag, text in store.database.rows(query):
-        yield start, tag, RunCounts(json.loads(text))
-
-
-def count_rows(store: Store, since: datetime, until: datetime, most: int) -> int:
-    """Count the rows that `series` reads for all tags of a range, up to `most`."""
-    first = select(literal(1).label("one"))
-    first = first.where(*_is_run(store.schema.statistics, since, until)).limit(most)
-    query = select(func.count()).select_from(first.subquery())
-    return int(store.database.rows(query)[0][0])
+    # Two days of many tags are some hundred thousand rows.
+    for rows in store.database.stream(query, STREAMED_ROWS):
+        for start, tag, text in rows:
+            yield start, tag, RunCounts(json.loads(text))
 
 
 def _is_run(s: Any, since: datetime, until: datetime) -> tuple[ColumnElement[bool], ...]:
@@ -233,7 +229,6 @@ def failure_groups(
         FailureGroup(
             tag=tag,
             pattern=counts["pattern"],
-            fingerprint=fingerprint,
             runs=counts["failed"],
             first_at=from_us(counts["first_us"]),
             last_at=from_us(counts["last_us"]),
@@ -367,8 +362,6 @@ class FailureGroup:
         The tag.
     pattern
         What their errors have in common; `*` stands for what differs.
-    fingerprint
-        A short name of the pattern.
     runs
         The number of failed runs, retried ones included.
     first_at, last_at
@@ -381,23 +374,31 @@ class FailureGroup:
 
     tag: str
     pattern: str
-    fingerprint: str
     runs: int
     first_at: datetime
     last_at: datetime
     task_id: int
     error: str
-    hours: Mapping[datetime, int]
+    hours: Mapping[datetime, int] = field(default_factory=dict)
 
     @property
     def filters(self) -> dict[str, str]:
         """The filters for `find` and the methods of `bulk` that select the tasks of this group."""
-        return {"tag": self.tag, "error": self.pattern}
+        error = {"error": self.pattern} if self.pattern.strip("*") else {}
+        return {"tag": self.tag, **error}
 
+    @property
+    def summary(self) -> str:
+        """The type and the message of the exception, with `…` for what differs."""
+        said = self.pattern.rpartition("\n")[2].strip("*").strip()
+        # The whole message differs, such as the key of a KeyError.
+        said += " *" if said.endswith(":") else ""
+        return said.replace("*", "…") or "(no error text)"
 
-def recent_hours(now: datetime) -> datetime:
-    """Return the beginning of the hour before the present one."""
-    return hour_of(now) - AN_HOUR
+    @property
+    def where(self) -> str:
+        """The function that raised the exception; empty if the error is no traceback."""
+        return self.pattern.partition("\n")[0].removeprefix("* in ") if "\n" in self.pattern else ""
 
 
 # -- `delays.statistics` --------------------------------------------------------------------------
@@ -570,15 +571,3 @@ def _checked_tags(tags: Sequence[str] | None) -> Sequence[str] | None:
 LATE_RANGE = timedelta(minutes=15)
 #: The most groups, those that failed last.
 MOST_READ_GROUPS = 100
-
-
-def recent_runs(
-    store: Store, now: datetime
-) -> tuple[list[FailureGroup], dict[str, int], dict[str, RunTotals]]:
-    """Return the groups that failed last, the number of recent runs of their tags, and what ended
-    within `LATE_RANGE`, by tag."""
-    groups, since = failure_groups(store, None, None, MOST_READ_GROUPS), recent_hours(now)
-    tags = sorted({group.tag for group in groups if group.last_at >= since})
-    found = counts_by_tag(store, since, now, tags)
-    latest = counts_by_tag(store, now - LATE_RANGE, now, None)
-    return groups, {tag: counts.started for tag, counts in found.items()}, latest

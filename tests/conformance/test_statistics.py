@@ -12,7 +12,6 @@ from sqlalchemy.exc import NoResultFound
 
 import delaytasks as e
 from delaytasks import Cancel, Fail, Retry, Snooze, Status
-from delaytasks.operate.statistics import count_rows
 from tests.world import MainProcess, MakeWorld, World
 from tests.world.recording import refusing
 from tests.world.run_counts import Counts
@@ -166,7 +165,6 @@ def test_a_series_has_every_step_and_adds_the_tags_up(world: World, write: Write
     only = delays.statistics.series(since=NOON, until=NOON + 5 * MINUTE, step="5m", tags=["b"])
     assert [one.total.done for one in only] == [1]
     assert delays.statistics.totals(since=since, until=until)["a"].done == 3
-    assert [count_rows(world.store, NOON, until, most) for most in (9, 2)] == [3, 2]
 
 
 # The tables of statistics: adding counts, and purging them

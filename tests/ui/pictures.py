@@ -24,7 +24,7 @@ from tests.world.recording import runner_of
 
 FOLDER = Path(__file__).parents[2] / "docs/images/console"
 #: The pictures of the docs.
-PICTURES = "overview-light overview-phone tasks-light task-dark failure-light"
+PICTURES = "overview-light overview-phone tasks-light task-dark"
 #: Pixels of a picture, and the tasks of a peak.
 TALLEST, PEAK = 1600, 60_000
 #: The runs of some tags in each minute of the last hour.

@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 
 #: The least role of each page and action. A new route needs a line here.
 ROLES = """
-    GET view: overview, tasks, task, tags, tag, failures, failure, queues, workers
+    GET view: overview, tasks, task, tags, tag, failures, queues, workers
     GET view: policies, recurring, audit, entry
     GET operate: bulk
     POST view: log_out, preferences

@@ -20,21 +20,17 @@ AXE = Path(__file__).parent / "axe/axe-4.14.1.min.js"
 #: The rules of WCAG 2.0 to 2.2, levels A and AA, and axe-core's best practices.
 RUN_AXE = """() => axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa",
     "wcag22aa", "best-practice"]})"""
-NAMES = """overview tasks task tags tag failures failure recurring schedule policies queues
+NAMES = """overview tasks task tags tag failures recurring policies queues
     workers audit bulk run missing""".split()
 
 
 def paths_of(site: Site) -> dict[str, str]:
-    client = site.client()
     task = site.delays.find(status="FAILED", tag="pay.notify").tasks[0]
-    group = re.findall(r'href="(/failures/\w+)"', client.get("/failures").text)[0]
     special = {
         "overview": "/",
         "tasks": "/tasks?tag=order.close",
         "task": f"/tasks/{task.id}",
         "tag": "/tag?name=order.close",
-        "failure": group,
-        "schedule": "/recurring?name=report-nightly",
         "bulk": "/bulk?action=cancel&tag=order.close",
         "run": site.begun_run("order.close"),
         "missing": "/nothing",

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime, timedelta
+from zoneinfo import ZoneInfo
 
 import pytest
 
+from delaytasks.console.charts import LEFT, RIGHT, WIDTH, Series, lines
+from delaytasks.model.clock import UTC
 from delaytasks.model.text import traceback_text
 from delaytasks.operate import statistics as writer
 from delaytasks.operate.statistics import RunTotals, StatisticsWriter, quantile
@@ -119,3 +124,35 @@ def test_long_texts_cost_little_and_give_short_patterns(text: str) -> None:
     began = time.process_time()
     assert len(error_pattern(text)) <= observers.MAX_PATTERN
     assert time.process_time() - began < 5, "not a measure of speed: quadratic ones take minutes"
+
+
+# -- the charts of the console, as text -----------------------------------------------------------
+
+
+def times(start: datetime, step: timedelta, number: int) -> list[tuple[str, float]]:
+    """Return the labels of the time axis, and at which share of its width they are."""
+    begin = start.astimezone(UTC)
+    starts = [(begin + n * step).astimezone(start.tzinfo) for n in range(number)]
+    text = lines(starts, step, [Series("p99", "p99", [1.0] * number)])
+    found = re.findall(r'text-anchor="middle" x="([\d.]+)"[^>]*>([^<]+)<', text)
+    return [(label, (float(x) - LEFT) / (WIDTH - LEFT - RIGHT)) for x, label in found]
+
+
+#: A start and its zone, the minutes of a step, the number of steps, and the labels.
+AXES = """
+2026-11-26 13:00 | UTC | 30 | 96 | 18:00,Fri 27,06:00,12:00,18:00,Sat 28,06:00
+2026-11-26 13:20 | UTC | 10 | 145 | 15:00,18:00,21:00,Fri 27,03:00,06:00,09:00,12:00
+2026-11-26 13:00 | Asia/Kolkata | 60 | 30 | 16:00,20:00,Fri 27,04:00,08:00,12:00,16:00
+2026-03-28 22:00 | Europe/Berlin | 60 | 10 | Sun 29,03:00,04:00,06:00,08:00
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_labels_are_at_the_midnights_of_the_viewer_or_at_hours_that_exist(axis: str) -> None:
+    at, zone, minutes, number, labels = axis.split(" | ")
+    start = datetime.fromisoformat(at).replace(tzinfo=ZoneInfo(zone))
+    found = times(start, timedelta(minutes=int(minutes)), int(number))
+    assert [label for label, _ in found] == labels.split(",")
+    midnight, share = next(each for each in found if " " in each[0])
+    hours = 24 - start.hour - start.minute / 60
+    assert share == pytest.approx(hours * 60 / int(minutes) / int(number), abs=0.001), midnight
