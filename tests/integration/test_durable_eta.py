@@ -95,6 +95,15 @@ def test_each_way_to_call_a_task_later_is_a_row_and_runs_when_it_is_due(project:
     assert datetime.now(timezone.utc) - began >= timedelta(seconds=1)
 
 
+def test_an_eta_with_a_time_zone_without_one_and_as_text_is_the_due_time(project: Site) -> None:
+    due = (datetime.now(timezone.utc) + timedelta(hours=1)).replace(microsecond=7)
+    other = due.astimezone(timezone(timedelta(hours=3)))
+    etas = (due, due.replace(tzinfo=None), due.isoformat(), other)
+    results = [project.task("add").apply_async((1, 2), eta=eta) for eta in etas]
+    assert [project.rows()[result.id][0].due for result in results] == [due] * len(etas)
+    project.app.control.revoke([result.id for result in results])
+
+
 def test_each_retry_is_a_row_with_the_id_of_the_task(project: Site) -> None:
     persist = project.task("persist")
     again = persist.apply_async((2,), {"countdown": SOON_S}, countdown=SOON_S)
