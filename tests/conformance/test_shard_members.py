@@ -1,4 +1,5 @@
-"""`Shards`: several databases as one, here SQLite files."""
+"""`Shards`: several databases as one, here SQLite files. tests/integration/test_shards.py has
+servers and workers."""
 
 from __future__ import annotations
 
