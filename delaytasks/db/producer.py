@@ -27,6 +27,7 @@ from delaytasks.model.errors import DuplicateTaskError, InvalidInputError
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import (
     MAX_DELAY_S,
+    Delay,
     check_choice,
     check_delay,
     check_id,
@@ -169,9 +170,12 @@ class Producer:
             tag = self._tag(new.tag)
             cache.tags[tag.name] = tag
         id = self._make_id() if new.id is None else check_id(new.id)
+        key = None if new.key is None else check_key(new.key)
         due, delay_s = self._due(new.delay, new.at, cache)
         if new.jitter is not None:
-            due, delay_s = self._spread(new, id, due, cache)
+            # A call that repeats an earlier one, by the same id or key, gets the same place.
+            name = str(id) if key is None else f"{tag.name}\0{key}"
+            due, delay_s = self._spread(new.jitter, name, due, cache)
         body = plain(new.body)
         body_json = encode_body(body, self._settings.max_body_bytes)
         limit_key, processor = new.limit_key, tag.processor
@@ -188,7 +192,7 @@ class Producer:
             expected_time=due,
             queue=tag.queue if new.queue is None else check_queue(new.queue),
             priority=check_priority(new.priority),
-            key=None if new.key is None else check_key(new.key),
+            key=key,
             delay_s=delay_s,
             headers_json=_headers(new, body_version),
             limit_key=None if limit_key is None else check_limit_key(limit_key),
@@ -219,15 +223,12 @@ class Producer:
         return found
 
     def _spread(
-        self, new: NewTask, id: int, due: datetime, cache: BuildCache
+        self, jitter: Delay, name: str, due: datetime, cache: BuildCache
     ) -> tuple[datetime, int]:
-        """Return a due time in the period after `due`, and the seconds until then.
-
-        A call that repeats an earlier one, by the same id or key, gets the same place in the
-        period.
+        """Return the due time in the period after `due` that `name` chooses, and the seconds until
+        then.
         """
-        period_s = check_wait(new.jitter, "jitter", MAX_DELAY_S, may_be_zero=False)
-        name = str(id) if new.key is None else f"{new.tag}\0{new.key}"
+        period_s = check_wait(jitter, "jitter", MAX_DELAY_S, may_be_zero=False)
         # The sum is checked, since the due time itself may be as late as a delay allows.
         spread = timedelta(seconds=share_of(name) * period_s)
         delay = check_delay(due - cache.now + spread, "jitter")

@@ -58,6 +58,14 @@ class Unsayable:
         raise RuntimeError("no words")
 
 
+class TwoFaced(list):  # type: ignore[type-arg]
+    """A body that changes while it is written."""
+
+    def __iter__(self) -> Iterator[Any]:
+        face, self.face = getattr(self, "face", 1), nested(100_000)
+        return iter([face])
+
+
 # Invalid arguments
 
 
@@ -90,7 +98,7 @@ BAD_BODIES: dict[str, list[Any]] = {
     "$.a": [{"a": value} for value in ({1: 2}, Decimal("1.5"), print, float("nan"), b"x")],
     "$.a[0]": [cycle(), {"a": [10**5000]}],
     "$.a[1]": [{"a": [1, b"x"]}, {"a": ({}, {True: 1})}],
-    "": [doubled()],
+    "": [doubled(), TwoFaced([1])],
 }
 BAD_BODIES["$"] += [body for bad in UNSTORABLE for body in (bad, [bad], {"a": bad}, {bad: 1})]
 BAD_NAMES = [
@@ -248,6 +256,7 @@ REFUSED: list[tuple[str, Callable[[Any], object], str]] = [
     ("tag", lambda d: d.processor(None), ""),
     ("delay", lambda d: d.schedule_delay("mail", {}, MAX_DELAY_S + 0.001), "at most 522w6d"),
     ("jitter", lambda d: d.schedule_delay("mail", {}, MAX_DELAY_S, jitter=MAX_DELAY_S), "522w6d"),
+    ("key", lambda d: d.schedule_delay("mail", {}, 5, jitter=5, key=Unsayable()), ""),
     ("delay", lambda d: d.schedule_delay("mail", {}, 5, at=THEN), ""),
     ("delay", lambda d: d.reschedule(WAITS), ""),
     ("at", lambda d: d.schedule_many([("mail", {}, NAIVE)]), "2030"),

@@ -23,13 +23,14 @@ def test_a_worker_logs_its_tags_each_failure_once_and_an_outage_in_two_lines(
     deploy: Deploy, proxies: list[Proxy]
 ) -> None:
     d = deploy()
-    # Only the worker reaches the database through the proxy.
+    # Only the worker and beat reach the database through the proxy.
     proxies.append(proxy := proxy_to(d._database_url))
     d._database_url = proxy.url(d._database_url)
-    worker = d.worker()
+    worker, beat = d.worker(), d.beat()
     good, bad = d.schedule("test.quiet"), d.schedule("test.fail", body={"text": FORGED})
     worker.wait_for("task.failed")
-    d.wait_for([good])
+    beat.wait_for("Starting")
+    d.wait_for([good, d.schedule("test.quiet", 3)])  # beat has swept meanwhile
     log = worker.log()
     [tags] = lines_with(log, "tags have a processor here")
     assert "test.fail" in tags
@@ -37,19 +38,26 @@ def test_a_worker_logs_its_tags_each_failure_once_and_an_outage_in_two_lines(
     assert not lines_with(log, str(good.id))
     assert len(lines_with(log, str(bad.id))) == 1
     assert log.count("Traceback (most recent call last)") == 1
+    assert len(lines_with(log, "raise ValueError(")) == 1, "the processor's own line"
+    assert "\x1b[31m way" not in log
+    assert not [line for line in log.splitlines() if line.startswith("[2026] forged")]
+    assert "Sending due task" not in beat.log()
 
-    before = len(log)
+    running = d.schedule("test.sleep", body={"seconds": 1})
+    wait_until(d.runs, 10, "the sleeper to begin")
+    before = len(worker.log())
     proxy.refuse()
     waiting = [d.schedule("test.quiet", delay=n / 4) for n in range(20)]
     worker.wait_for("store.down")
     wait_until(lambda: waiting[-1].expected_time < d.now(), 15, "all to be due")
-    assert len(worker.log()[before:].splitlines()) <= 5, worker.log()
+    down = worker.log()[before:]
     proxy.heal()
-    d.wait_for(waiting, deadline_s=40)
+    d.wait_for([running, *waiting], deadline_s=40)
     worker.wait_for("store.up")
     log = worker.log()[before:]
     assert (log.count("store.down"), log.count("store.up")) == (1, 1), log
     assert "Traceback" not in log
+    assert len(down.splitlines()) <= 5, down
 
 
 def test_each_line_of_a_worker_and_of_beat_is_structured(deploy: Deploy) -> None:
