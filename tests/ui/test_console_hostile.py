@@ -99,10 +99,10 @@ def test_hostile_text_runs_no_script_in_a_browser(hostile: Site, browser: Any) -
 
 @pytest.mark.slow
 def test_a_question_in_a_browser_shows_hostile_text_as_text(hostile: Site, browser: Any) -> None:
-    path = f"/tag?name={QUOTED}"
+    path = "/recurring"
     with served(hostile.app) as address, watched(browser) as tab:
         tab.goto(address + path)
-        tab.get_by_role("button", name="Pause").click()
+        tab.get_by_role("button", name="Remove").first.click()
         assert HOSTILE in tab.locator("#confirm-text").inner_text()
         check_tab(tab, path)
 
