@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -98,13 +99,23 @@ def test_watch_renews_the_view_of_a_terminal_until_ctrl_c(shop: Project) -> None
 
 
 def during(work: Callable[[], object], shop: Project, *options: str) -> str:
-    """Return what the command prints while another thread works, until Ctrl-C."""
-    threads = [threading.Timer(0.3, work), threading.Timer(1.5, ctrl_c)]
-    for thread in threads:
-        thread.start()
-    result = shop("list", "--follow", *options)
-    for thread in threads:
-        thread.join()
+    """Return what the command prints while another thread works, until Ctrl-C.
+
+    A real signal could strike where Python ignores its error.
+    """
+    until = time.monotonic() + 1.5
+
+    def sleep(seconds: float) -> None:
+        if time.monotonic() > until:
+            raise KeyboardInterrupt
+        time.sleep(seconds)
+
+    thread = threading.Timer(0.3, work)
+    thread.start()
+    with shop.patch.context() as patch:
+        patch.setattr(tasks, "time", SimpleNamespace(sleep=sleep))
+        result = shop("list", "--follow", *options)
+    thread.join()
     assert result.exit_code == 0, result.output
     return result.stdout
 
