@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import socket
 import threading
 import time
@@ -101,13 +99,13 @@ def test_watch_renews_the_view_of_a_terminal_until_ctrl_c(shop: Project) -> None
 def during(work: Callable[[], object], shop: Project, *options: str) -> str:
     """Return what the command prints while another thread works, until Ctrl-C.
 
-    A real signal could strike where Python ignores its error.
+    It is no signal, which a background job of a shell ignores.
     """
     until = time.monotonic() + 1.5
 
     def sleep(seconds: float) -> None:
         if time.monotonic() > until:
-            raise KeyboardInterrupt
+            ctrl_c()
         time.sleep(seconds)
 
     thread = threading.Timer(0.3, work)
@@ -121,7 +119,7 @@ def during(work: Callable[[], object], shop: Project, *options: str) -> str:
 
 
 def ctrl_c(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+    raise KeyboardInterrupt
 
 
 def test_follow_prints_a_line_for_each_change(shop: Project) -> None:
