@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -167,10 +166,12 @@ def _perform_on_one(operation: Operation) -> str:
 
 def _check_new_schedule(name: str) -> None:
     """Refuse to replace a schedule: the form does not show what is stored."""
-    with suppress(TaskNotFoundError):
+    try:
         state().delays.recurring.get(name)
-        problem = f"there is a schedule {name} already: remove it, or use delaytasks recurring set"
-        raise InvalidInputError(problem, "name")
+    except TaskNotFoundError:
+        return
+    problem = f"there is a schedule {name} already: remove it, or use delaytasks recurring set"
+    raise InvalidInputError(problem, "name")
 
 
 # -- many tasks -----------------------------------------------------------------------------------

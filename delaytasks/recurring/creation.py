@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from sqlalchemy import ColumnElement, and_, delete, func, or_, select, true, update
 
 from delaytasks.db.database import Database
+from delaytasks.db.producer import SLACK_S
 from delaytasks.db.schema import BODY, Schema, check_row_count, instant_text, json_rows, listed
 from delaytasks.db.statements import BulkInsert, Insert, insert_if_absent, write_nothing
 from delaytasks.events import Events
@@ -332,8 +333,6 @@ BATCH_SCHEDULES, BATCH_TASKS = 2000, 5000
 #: When a schedule is due, the tasks of this additional time are made too. A visit for many tasks
 #: costs little more than a visit for one.
 AHEAD = timedelta(seconds=30)
-#: Tasks are armed a little beyond the horizon, as far as the sweep before may have read.
-SLACK_S = 1.0
 
 
 def create(runtime: Runtime) -> None:
