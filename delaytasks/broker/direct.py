@@ -132,7 +132,7 @@ class WorkerShares:
         self._parts: dict[str, tuple[int, range]] = {}
 
     def learn(self, workers: Sequence[Mapping[str, Any]], now: datetime, silent_s: float) -> None:
-        """Read the rows of the table of workers."""
+        """Read the rows of the table of workers. One that was silent for that time has no share."""
         known = [
             (worker["name"], max(worker["concurrency"], 1), worker["queues"])
             for worker in workers
@@ -171,20 +171,23 @@ REST_GROWTH = 1.5
 MAX_READ_ROWS = 2000
 #: How often the poller looks for other workers, and for overdue tasks.
 CHECK_S = 1.0
+#: Tasks of others that are late by this time are drained here, no more often: the others are dead,
+#: suspended or busy.
+LATE_OF_OTHERS_S = 0.25
 #: How long a read waits for an answer. If the database is silent, another connection may not be.
 POLL_ANSWER_S = 10.0
 
 
 class TablePoller:
     """Passes rows of this worker on that are due before the next read. Overdue ones are drained,
-    whichever worker's they were.
+    whichever worker's they were, and those of others as soon as they are late.
     """
 
     def __init__(self, worker: WorkerRuntime) -> None:
         self._worker = worker
         self._runtime = runtime = worker.runtime
         self._shares = WorkerShares(worker.celery_worker.hostname)
-        self._check_at = 0.0
+        self._check_at = self._help_at = 0.0
         #: The rows that were passed on, which the next read may find again, and their due times.
         self._passed_on: dict[tuple[int, int], int] = {}
         self._rest_s = MIN_POLL_REST_S
@@ -201,7 +204,9 @@ class TablePoller:
         is_time_to_check = monotonic() >= self._check_at
         if is_time_to_check:
             self._check_at = monotonic() + CHECK_S
-            self._shares.learn(store.workers.all(), clock.now(), settings.silent_s)
+            # A worker reports within each sweep interval. If a report is only late, two workers
+            # claim some tasks meanwhile, and one of them finds nothing.
+            self._shares.learn(store.workers.all(), clock.now(), settings.sweep_s + CHECK_S)
         now_us, grace_us = clock.now_us(), settings.grace_s * 1e6
         hears_notices = self.listener.is_listening
         rest_s = NOTIFIED_POLL_S if hears_notices else self._rest_s
@@ -212,6 +217,7 @@ class TablePoller:
         mine = self._new(found)
         if mine:
             self._worker.dispatcher.receive(mine)
+        self._drain_late_of_others(found, now_us)
         if is_time_to_check:
             self._worker.sweep_loop.drain_own_queues()
         self._passed_on = {
@@ -228,14 +234,29 @@ class TablePoller:
             rest_s = min(rest_s, (found[-1].due_us - now_us) / 2e6)
         return max(rest_s, MIN_POLL_REST_S)
 
+    def _drain_late_of_others(self, found: Iterable[Entry], now_us: int) -> None:
+        if monotonic() < self._help_at:
+            return
+        late: dict[str, set[int]] = {}
+        for entry in found:
+            is_late = entry.due_us < now_us - LATE_OF_OTHERS_S * 1e6
+            if is_late and self._is_served(entry) and not self._shares.is_mine(entry):
+                late.setdefault(entry.queue, set()).add(entry.priority)
+        for queue, priorities in late.items():
+            self._help_at = monotonic() + LATE_OF_OTHERS_S
+            self._worker.dispatcher.start_drain(queue, priorities)
+
+    def _is_served(self, entry: Entry) -> bool:
+        return serves(self._worker.processes.queues, entry.queue)
+
     def _new(self, found: Iterable[Entry]) -> list[Entry]:
         """Return those entries that are this worker's, and that were not passed on before."""
-        queues, known = self._worker.processes.queues, self._passed_on
+        known = self._passed_on
         new = {
             (entry.id, entry.version): entry
             for entry in found
             if (entry.id, entry.version) not in known
-            and serves(queues, entry.queue)
+            and self._is_served(entry)
             and self._shares.is_mine(entry)
         }
         known.update((name, entry.due_us) for name, entry in new.items())
