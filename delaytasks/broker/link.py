@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -219,12 +219,14 @@ class BrokerLink:
             left = [number for number in range(len(messages)) if number not in known]
             numbers = left[:1] if is_single else left
             is_used, queue = self._producer is not None, None
+            declared_before = set(self._declared)
             try:
                 self._connect()
                 for queue in [messages[number].declares for number in numbers]:
                     self._declare(queue)
                 queue = None
                 self._send(messages, numbers, known)
+                self._forget_lost_queues(messages, known, declared_before)
             except BlockedError:
                 # Another connection would learn only from its next message that it is blocked.
                 raise
@@ -313,9 +315,21 @@ class BrokerLink:
         except TimeoutError:
             self._raise_if_blocked()
             raise
-        if any(isinstance(result, UnroutableError) for result in known.values()):
-            # A queue was deleted, or its node is down, which its next declaration shows.
-            self._declared.clear()
+
+    def _forget_lost_queues(
+        self, messages: Sequence[Outgoing], known: Known, declared_before: Collection[str]
+    ) -> None:
+        """Forget the results of messages that RabbitMQ did not store in a queue declared before.
+
+        The queue was deleted, or its node is down, which its next declaration shows. At the moment
+        when the node dies, RabbitMQ refuses the messages; later, it returns them.
+        """
+        for number, result in list(known.items()):
+            queue = messages[number].declares
+            is_lost = isinstance(result, (UnroutableError, MessageNacked))
+            if is_lost and queue is not None and queue.name in declared_before:
+                self._declared.discard(queue.name)
+                del known[number]
 
     def _send_one(self, message: Outgoing) -> None:
         options = message.options

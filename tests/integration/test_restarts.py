@@ -16,8 +16,10 @@ import pytest
 from kombu import Connection
 
 from delaytasks import Status
+from delaytasks.broker.link import QueueAwayError
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
+from tests.integration.test_publisher import Publisher
 from tests.running import Deployment, Process
 from tests.services import RabbitServer, RedisServer
 from tests.waiting import IS_LONG, SLACK_S, wait_until
@@ -136,6 +138,22 @@ def test_a_worker_whose_queues_node_is_down_works_from_the_table(
     home.start()
     second.wait_for(" ready.", 30)
     wait_until(d.runs_on_time, 20, "the fast path to work", every_s=0.2)
+
+
+def test_a_message_whose_declared_queue_is_on_a_dead_node_meets_an_outage(
+    own_rabbitmq: RabbitServer, other: RabbitServer, request: pytest.FixtureRequest
+) -> None:
+    home, post = own_rabbitmq, Publisher(other.url)
+    with Connection(home.url) as connection:
+        post.app.amqp.queues[post.queue](connection.default_channel).declare()
+    assert post.send(0) == [None]
+    home.crash()
+    request.addfinalizer(post.close)
+    request.addfinalizer(home.start)
+    for number in (1, 2):  # RabbitMQ refuses the first, which meets the crash
+        [result] = post.send(number)
+        assert isinstance(result, QueueAwayError)
+        assert "home node" in str(result)
 
 
 @pytest.mark.skipif(celery.__version__ == "5.5.0", reason="Celery 5.5.0 fails with a list of URLs")
