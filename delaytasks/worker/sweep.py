@@ -112,6 +112,9 @@ SEARCH_HELD_S = 60.0
 #: Rows that one statement purges, and statements in one sweep. Other transactions wait for the
 #: locks of a statement only briefly.
 PURGE_ROWS, PURGE_STEPS = 500, 20
+#: How long the purge rests after it found the last row: each search reads all old rows, also those
+#: that wait.
+PURGE_REST_S = 60.0
 #: The time between two purges of the statistics by one process.
 STATISTICS_S = 3600.0
 
@@ -140,7 +143,7 @@ class Sweeper:
         #: one that was not over.
         self._search = runtime.store.paused_rows.search()
         self._searched_for: Stamp | None = None
-        self._search_again_at = -math.inf
+        self._search_again_at = self._purge_again_at = -math.inf
         self._is_interrupting = False
         self._overdue = OverdueQueues(self._sweeps, self._settings.grace_s)
         #: The levels of rows that are due, and that this sweep has recovered or released.
@@ -335,7 +338,7 @@ class Sweeper:
     def _purge_finished(self) -> None:
         """Delete finished rows, and entries of the audit, that are older than the setting says."""
         age_s = self._settings.purge_after_s
-        if age_s is None:
+        if age_s is None or monotonic() < self._purge_again_at:
             return
         self._events.attempt("sweep", "audit", lambda: self._runtime.store.bulk.audit.purge(age_s))
         for _ in range(PURGE_STEPS):
@@ -343,6 +346,7 @@ class Sweeper:
             if purged:
                 self._events.emit("task.purged", count=purged)
             if purged < PURGE_ROWS:
+                self._purge_again_at = monotonic() + PURGE_REST_S
                 return
 
     def _purge_statistics(self) -> None:

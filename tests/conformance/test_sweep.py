@@ -14,6 +14,7 @@ from sqlalchemy import select
 
 from delaytasks import Status
 from tests.world import FINISHED, Entry, MakeWorld, MonkeyPatch, World
+from tests.world.recording import ManualTime
 
 #: The queues that no live worker names, and that one sweep looks at.
 MOST_OTHERS = 100
@@ -167,7 +168,11 @@ def test_a_sweep_arms_again_what_may_be_lost_even_if_that_is_known_during_it(wor
 # -- purges ---------------------------------------------------------------------------------------
 
 
-def test_purging_takes_old_finished_rows_in_small_steps(make_world: MakeWorld) -> None:
+def test_purging_takes_old_finished_rows_in_small_steps(
+    make_world: MakeWorld, monkeypatch: MonkeyPatch
+) -> None:
+    time = ManualTime(runs=True)
+    time.replace(monkeypatch)
     world = make_world(purge_after=3600)
     world.lower(rows_of_a_purge=2, purges_of_a_sweep=1)
     old, keep = world.now() - timedelta(hours=2), set()
@@ -175,9 +180,14 @@ def test_purging_takes_old_finished_rows_in_small_steps(make_world: MakeWorld) -
         row = world.put(status, expected_time=at, create_time=at)
         if at != old or status not in FINISHED:
             keep.add(row.id)
-    for purged in (2, 3, 3):
+    for purged in (2, 3):
         world.sweep_later()
         assert world.count("task.purged") == purged
+    world.put(Status.DONE, expected_time=old, create_time=old)
+    for rest_s, purged in ((30, 3), (31, 4)):
+        time.at += rest_s
+        world.sweep_later()
+        assert world.count("task.purged") == purged, "it rests after it found the last row"
     assert {task.id for task in world.delays.find(limit=100)} == keep
 
 
