@@ -440,10 +440,7 @@ class RedisTimer:
     # -- for Redis pollers ------------------------------------------------------------------------
 
     def take(
-        self,
-        most: Mapping[Slot, int],
-        handed_on: Iterable[Taken] = (),
-        grace_of: Callable[[str], float] | None = None,
+        self, most: Mapping[Slot, int], handed_on: Iterable[Taken], grace_of: Callable[[str], float]
     ) -> list[Taken] | None:
         """Take the entries of each slot that are due, or will be within `AHEAD_MS`.
 
@@ -460,8 +457,7 @@ class RedisTimer:
             # the pollers then deletes entries of the other one, which loses them only if that dies.
             ticket = now + RETURN_S * 1000 + random.uniform(0, TICKETS_MS)
             for slot, count in most.items():
-                grace_s = self._settings.grace_s if grace_of is None else grace_of(slot.queue)
-                times = now, int(now) - int(grace_s * 1000), now + AHEAD_MS, ticket
+                times = now, int(now) - int(grace_of(slot.queue) * 1000), now + AHEAD_MS, ticket
                 pipe.execute_command(
                     *call(client, TAKE), 2, *self.keys(slot), *times, min(count, MAX_ENTRIES)
                 )
@@ -478,22 +474,9 @@ class RedisTimer:
         listener.subscribe(*map(self.channel, queues))
         return listener
 
-    # -- statistics -------------------------------------------------------------------------------
-
-    def counts(self, queues: Sequence[str]) -> dict[str, tuple[int, int]] | None:
-        """Return, by queue, the numbers of waiting and of taken entries; None if Redis is down."""
-
-        def work(client: Any) -> dict[str, tuple[int, int]]:
-            pipe = client.pipeline(transaction=False)
-            for queue in queues:
-                for slot in self.slots(queue):
-                    for key in self.keys(slot):
-                        pipe.zcount(key, "-inf", "(+inf")
-            numbers, size = pipe.execute(), 2 * len(self.slots(""))
-            found = {queue: numbers[n * size : (n + 1) * size] for n, queue in enumerate(queues)}
-            return {queue: (sum(some[::2]), sum(some[1::2])) for queue, some in found.items()}
-
-        return self.link.attempt(work)
+    def answers(self) -> bool:
+        """Return whether Redis answers."""
+        return self.link.attempt(lambda client: client.ping()) is not None
 
 
 def _member(entry: Entry) -> str:
@@ -565,7 +548,7 @@ class RedisPoller:
         """Wait until everything that was taken has been passed on. The listener ends by itself."""
         self._listen_loop.stop(0)
         self._poll_loop.stop()
-        self._timer.take({}, self._passed_on)
+        self._timer.take({}, self._passed_on, self._dispatcher.grace_s)
 
     # -- polling ----------------------------------------------------------------------------------
 

@@ -333,9 +333,7 @@ def _runs(state: DeploymentState, tag: str) -> dict[str, Any]:
 
 def _is_timer_up(cli: Cli, state: DeploymentState) -> bool:
     timer = cli.runtime.redis_timer
-    if timer is None:
-        return state.broker_error is None
-    return timer.counts([cli.delays.settings.default_queue]) is not None
+    return state.broker_error is None if timer is None else timer.answers()
 
 
 # -- The text of the document ---------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_entries_can_be_taken_from_a_full_redis(start_redis: Start, connect: Con
     bench.timer.link.connect().config_set("maxmemory", 1)
     assert not bench.timer.arm([bench.entry(2000)])
     assert bench.events.counts["timer.down"] == 1
-    wait_until(lambda: bench.timer.take({}) is not None, 5, "the timer to try again")
+    wait_until(lambda: bench.try_take({}) is not None, 5, "the timer to try again")
     assert bench.take_ids(1000) == list(range(1, 1001))
 
 
@@ -79,7 +79,7 @@ def let_work(web: Bench, worker: Bench, many: int = 1) -> None:
     taken = worker.take()
     assert sum(len(some.entries) for some in taken) == many
     worker.hand_on(taken)
-    assert worker.timer.counts(["default"]) == {"default": (0, 0)}
+    assert worker.members("store") == worker.members("prepare") == []
     assert web.events.counts["timer.down"] == worker.events.counts["timer.down"] == 0
 
 
@@ -230,7 +230,7 @@ def test_sentinels_lead_to_the_primary_and_after_a_failover_to_the_new_one(
     listener = bench.timer.listen(["default"])
     assert bench.timer.arm([bench.entry(2, -1)])
     bench.hears(listener)
-    assert bench.timer.counts(["default"]) == {"default": (2, 0)}
+    assert len(bench.members("store")) == 2
     primary.stop()
     wait_until(lambda: bench.timer.arm([bench.entry(3)]), 30, "the new primary", every_s=0.1)
     assert of_replica("role") == "master"

@@ -135,7 +135,7 @@ class RedisTimerModel(RuleBasedStateMachine):
         """
         if self.taken:
             some = self.taken.pop(pick % len(self.taken))
-            self.timer.take({}, [some])
+            self.bench.hand_on([some])
             for entry in some.entries:
                 name = (entry.id, entry.version, entry.priority)
                 if self.prepared.get(name) == some.ticket and self.timer.slot(entry) == some.slot:
@@ -197,7 +197,7 @@ def test_concurrent_pollers_pass_on_each_entry_once_and_abandoned_entries_return
                 fallen.extend(ids)
             else:
                 handed.extend(ids)
-                bench.timer.take({}, taken)
+                bench.hand_on(taken)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(move, range(4)))

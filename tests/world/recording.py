@@ -205,16 +205,19 @@ class RedisTimerHarness:
         return Entry(id, more.pop("version", 0), self.clock.now_us() + int(in_ms * 1000), **more)
 
     def take(self, most: int = 100, queue: str = "default") -> list[Taken]:
-        taken = self.timer.take(dict.fromkeys(self.timer.slots(queue), most))
+        taken = self.try_take(dict.fromkeys(self.timer.slots(queue), most))
         assert taken is not None
         return taken
+
+    def try_take(self, most: Any, handed_on: Iterable[Taken] = ()) -> list[Taken] | None:
+        return self.timer.take(most, handed_on, lambda _: self.settings.grace_s)
 
     def take_ids(self, most: int = 100) -> list[int]:
         return sorted(entry.id for some in self.take(most) for entry in some.entries)
 
     def hand_on(self, taken: list[Taken]) -> None:
         """Delete entries that were taken and passed on."""
-        self.timer.take({}, taken)
+        self.try_take({}, taken)
 
     def put(self, late_ms: int, *members: str) -> None:
         """Put these members into each slot, as another program does."""
