@@ -131,13 +131,19 @@ class WorkerShares:
         #: The number of parts of each queue, and which of them are this worker's.
         self._parts: dict[str, tuple[int, range]] = {}
 
-    def learn(self, workers: Sequence[Mapping[str, Any]], now: datetime, silent_s: float) -> None:
-        """Read the rows of the table of workers. One that was silent for that time has no share."""
+    def learn(
+        self, workers: Sequence[Mapping[str, Any]], now: datetime, late_s: float, silent_s: float
+    ) -> None:
+        """Read the rows of the table of workers. One whose last report is older has no share.
+
+        If this worker could not report in time, all reports may be late, and it waits for longer.
+        """
+        age_s = {each["name"]: abs((now - each["seen_at"]).total_seconds()) for each in workers}
+        limit_s = late_s if age_s.get(self._hostname, 0.0) < late_s else silent_s
         known = [
             (worker["name"], max(worker["concurrency"], 1), worker["queues"])
             for worker in workers
-            if worker["pool"].startswith(POLLING_PREFIX)
-            and abs((now - worker["seen_at"]).total_seconds()) < silent_s
+            if worker["pool"].startswith(POLLING_PREFIX) and age_s[worker["name"]] < limit_s
         ]
         if known != self._workers:
             self._workers, self._parts = known, {}
@@ -171,16 +177,16 @@ REST_GROWTH = 1.5
 MAX_READ_ROWS = 2000
 #: How often the poller looks for other workers, and for overdue tasks.
 CHECK_S = 1.0
-#: Tasks of others that are late by this time are drained here, no more often: the others are dead,
-#: suspended or busy.
+#: Tasks of other workers that are late by this time are drained here too, at most once in this
+#: time. Their workers are dead, suspended or busy, or have not read them yet.
 LATE_OF_OTHERS_S = 0.25
 #: How long a read waits for an answer. If the database is silent, another connection may not be.
 POLL_ANSWER_S = 10.0
 
 
 class TablePoller:
-    """Passes rows of this worker on that are due before the next read. Overdue ones are drained,
-    whichever worker's they were, and those of others as soon as they are late.
+    """Passes on the rows of this worker that are due before the next read. Drains the overdue rows
+    of all workers, and those of other workers when they are `LATE_OF_OTHERS_S` late.
     """
 
     def __init__(self, worker: WorkerRuntime) -> None:
@@ -204,9 +210,10 @@ class TablePoller:
         is_time_to_check = monotonic() >= self._check_at
         if is_time_to_check:
             self._check_at = monotonic() + CHECK_S
-            # A worker reports within each sweep interval. If a report is only late, two workers
+            # A worker reports within each sweep interval. If its report is only late, two workers
             # claim some tasks meanwhile, and one of them finds nothing.
-            self._shares.learn(store.workers.all(), clock.now(), settings.sweep_s + CHECK_S)
+            late_s = settings.sweep_s + CHECK_S
+            self._shares.learn(store.workers.all(), clock.now(), late_s, settings.silent_s)
         now_us, grace_us = clock.now_us(), settings.grace_s * 1e6
         hears_notices = self.listener.is_listening
         rest_s = NOTIFIED_POLL_S if hears_notices else self._rest_s
@@ -235,28 +242,25 @@ class TablePoller:
         return max(rest_s, MIN_POLL_REST_S)
 
     def _drain_late_of_others(self, found: Iterable[Entry], now_us: int) -> None:
-        if monotonic() < self._help_at:
+        if monotonic() < self._help_at or not self._worker.dispatcher.capacity():
             return
         late: dict[str, set[int]] = {}
         for entry in found:
             is_late = entry.due_us < now_us - LATE_OF_OTHERS_S * 1e6
-            if is_late and self._is_served(entry) and not self._shares.is_mine(entry):
+            if is_late and not self._shares.is_mine(entry):  # so this worker serves its queue
                 late.setdefault(entry.queue, set()).add(entry.priority)
         for queue, priorities in late.items():
             self._help_at = monotonic() + LATE_OF_OTHERS_S
             self._worker.dispatcher.start_drain(queue, priorities)
 
-    def _is_served(self, entry: Entry) -> bool:
-        return serves(self._worker.processes.queues, entry.queue)
-
     def _new(self, found: Iterable[Entry]) -> list[Entry]:
         """Return those entries that are this worker's, and that were not passed on before."""
-        known = self._passed_on
+        queues, known = self._worker.processes.queues, self._passed_on
         new = {
             (entry.id, entry.version): entry
             for entry in found
             if (entry.id, entry.version) not in known
-            and self._is_served(entry)
+            and serves(queues, entry.queue)
             and self._shares.is_mine(entry)
         }
         known.update((name, entry.due_us) for name, entry in new.items())

@@ -142,7 +142,7 @@ class BrokerLink:
     app
         The Celery app. Without `url`, the connection goes to its broker.
     limit_s
-        The time limit for each step of sending, and for all confirmations of a call.
+        The time limit for each step of sending, and for all confirmations of one attempt.
     url
         The broker, if it is not the app's one.
     confirms
@@ -179,7 +179,8 @@ class BrokerLink:
         self._is_blocked = False
 
     def publish(self, messages: Sequence[Outgoing]) -> Results:
-        """Publish the messages in their order. Without messages, only connect.
+        """Publish the messages in their order, except those that are sent again. Without messages,
+        only connect.
 
         Returns
         -------
@@ -214,12 +215,12 @@ class BrokerLink:
 
     def _publish(self, messages: Sequence[Outgoing], known: Known) -> None:
         """Set the result of each message, or raise `OutageError` if others are not known."""
-        is_single = False
+        is_single, declared_before = False, set(self._declared)
         while True:
+            declared_before &= self._declared
             left = [number for number in range(len(messages)) if number not in known]
             numbers = left[:1] if is_single else left
             is_used, queue = self._producer is not None, None
-            declared_before = set(self._declared)
             try:
                 self._connect()
                 for queue in [messages[number].declares for number in numbers]:
@@ -319,10 +320,12 @@ class BrokerLink:
     def _forget_lost_queues(
         self, messages: Sequence[Outgoing], known: Known, declared_before: Collection[str]
     ) -> None:
-        """Forget the results of messages that RabbitMQ did not store in a queue declared before.
+        """Forget the results of messages that RabbitMQ did not store in a queue declared before
+        this call, so that the queue is declared again, and the messages are sent again.
 
         The queue was deleted, or its node is down, which its next declaration shows. At the moment
-        when the node dies, RabbitMQ refuses the messages; later, it returns them.
+        when the node dies, RabbitMQ refuses the messages; later, it returns them. A queue that is
+        full refuses them a second time.
         """
         for number, result in list(known.items()):
             queue = messages[number].declares

@@ -380,6 +380,15 @@ class RedisTimer:
     def is_up(self) -> bool:
         return self.link.is_up
 
+    def is_reachable(self) -> bool:
+        """Ask whether Redis answers, in a cluster each of its primaries."""
+
+        def work(client: Any) -> Any:
+            is_cluster = isinstance(client, RedisCluster)
+            return client.ping(target_nodes="primaries") if is_cluster else client.ping()
+
+        return self.link.attempt(work) is not None
+
     # -- keys -------------------------------------------------------------------------------------
 
     def slots(self, queue: str) -> list[Slot]:
@@ -473,10 +482,6 @@ class RedisTimer:
         listener = self.link.connect().pubsub(ignore_subscribe_messages=True)
         listener.subscribe(*map(self.channel, queues))
         return listener
-
-    def answers(self) -> bool:
-        """Return whether Redis answers."""
-        return self.link.attempt(lambda client: client.ping()) is not None
 
 
 def _member(entry: Entry) -> str:

@@ -333,7 +333,7 @@ def _runs(state: DeploymentState, tag: str) -> dict[str, Any]:
 
 def _is_timer_up(cli: Cli, state: DeploymentState) -> bool:
     timer = cli.runtime.redis_timer
-    return state.broker_error is None if timer is None else timer.answers()
+    return state.broker_error is None if timer is None else timer.is_reachable()
 
 
 # -- The text of the document ---------------------------------------------------------------------

@@ -174,7 +174,7 @@ class DatabaseMetrics(Collector):
             error = self._cache.get("broker", REST_S, lambda: ask_broker(runtime))
             yield gauge("broker_up", "Whether the broker answers.", error is None)
         if (timer := runtime.redis_timer) is not None:
-            is_up = self._cache.get("redis", REST_S, timer.answers)
+            is_up = self._cache.get("redis", REST_S, timer.is_reachable)
             yield gauge("redis_timer_up", "Whether the Redis of the timer answers.", is_up)
 
 

@@ -321,7 +321,7 @@ def _transport(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
     error = broker_error(facts.runtime.celery, limit_s)
     if error is not None:
         yield Reason("broker_down", broker_down(error), "Bring the broker back.")
-    if timer is not None and not timer.answers():
+    if timer is not None and not timer.is_reachable():
         yield Reason(
             "timer_down",
             f"The Redis of the timer does not answer: no answer within {limit_s:g} s. Until it "

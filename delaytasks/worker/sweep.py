@@ -112,8 +112,8 @@ SEARCH_HELD_S = 60.0
 #: Rows that one statement purges, and statements in one sweep. Other transactions wait for the
 #: locks of a statement only briefly.
 PURGE_ROWS, PURGE_STEPS = 500, 20
-#: How long the purge rests after it found the last row: each search reads all old rows, also those
-#: that wait.
+#: How long the purge of one process rests after it found the last old row. Each search reads all
+#: rows that were due so long ago, also those that still wait.
 PURGE_REST_S = 60.0
 #: The time between two purges of the statistics by one process.
 STATISTICS_S = 3600.0
@@ -143,8 +143,9 @@ class Sweeper:
         #: one that was not over.
         self._search = runtime.store.paused_rows.search()
         self._searched_for: Stamp | None = None
-        self._search_again_at = self._purge_again_at = -math.inf
+        self._search_again_at = -math.inf
         self._is_interrupting = False
+        self._purge_again_at = -math.inf
         self._overdue = OverdueQueues(self._sweeps, self._settings.grace_s)
         #: The levels of rows that are due, and that this sweep has recovered or released.
         self._ready = set[Level]()

@@ -73,7 +73,9 @@ def post(make: Make, rabbitmq_url: str) -> Publisher:
     return make(rabbitmq_url)
 
 
-def test_a_message_that_rabbitmq_refuses_stops_no_other(post: Publisher) -> None:
+def test_a_message_that_rabbitmq_refuses_stops_no_other(
+    post: Publisher, make: Make, rabbitmq_url: str
+) -> None:
     nowhere = post.message(1, exchange="dt_test_no_such_exchange", queue=None)
     lost = post.message(2, routing_key=f"{post.queue}.no_such_queue", queue=None)
     first, no_exchange, unroutable, last = post.send(0, nowhere, lost, 3)
@@ -92,6 +94,11 @@ def test_a_message_that_rabbitmq_refuses_stops_no_other(post: Publisher) -> None
     post.app.amqp.queues[post.queue].queue_arguments = full
     assert post.arrived(**full) == []
     assert [type(error).__name__ for error in post.send(6, 7)] == ["NoneType", "MessageNacked"]
+    other = make(rabbitmq_url)
+    other.app.amqp.queues[other.queue].queue_arguments = full
+    results = post.send(8, other.message(1), other.message(2), 9)
+    expected = ["MessageNacked", "NoneType", "MessageNacked", "MessageNacked"]
+    assert [type(error).__name__ for error in results] == expected
 
 
 def test_headers_that_rabbitmq_cannot_take_stop_no_other(post: Publisher) -> None:

@@ -184,8 +184,10 @@ def test_the_nodes_of_a_cluster_share_the_slots_and_are_used_while_one_fails(
     node_of: Any = bench.timer.link.connect().get_node_from_key
     left = [entry for entry in entries if node_of(keys[entry]).port != cluster[0].port]
     assert 0 < len(left) < len(entries)
+    assert bench.timer.is_reachable()
     cluster[0].stop()
     wait_until(lambda: bench.timer.arm(left), 15, "the other nodes to be armed again", every_s=0.1)
+    assert not bench.timer.is_reachable(), "a part of it cannot be used"
 
 
 class SentinelServer(Server):

@@ -143,15 +143,17 @@ def test_a_worker_whose_queues_node_is_down_works_from_the_table(
 def test_a_message_whose_declared_queue_is_on_a_dead_node_meets_an_outage(
     own_rabbitmq: RabbitServer, other: RabbitServer, request: pytest.FixtureRequest
 ) -> None:
-    home, post = own_rabbitmq, Publisher(other.url)
-    with Connection(home.url) as connection:
-        post.app.amqp.queues[post.queue](connection.default_channel).declare()
-    assert post.send(0) == [None]
+    home, posts = own_rabbitmq, [Publisher(other.url), Publisher(other.url)]
+    for post in posts:
+        request.addfinalizer(post.close)
+        with Connection(home.url) as connection:
+            post.app.amqp.queues[post.queue](connection.default_channel).declare()
+        assert post.send(0) == [None]
     home.crash()
-    request.addfinalizer(post.close)
     request.addfinalizer(home.start)
-    for number in (1, 2):  # RabbitMQ refuses the first, which meets the crash
-        [result] = post.send(number)
+    # RabbitMQ refuses a message that meets the crash, and returns a later one.
+    for post in posts:
+        [result] = post.send(1)
         assert isinstance(result, QueueAwayError)
         assert "home node" in str(result)
 
