@@ -31,10 +31,9 @@ BAD, GOOD, NOTED = "red", "green", "yellow"
 Cell = object
 #: Functions that make the cells of columns, by the names of these.
 Made = Mapping[str, Callable[[Any], Cell]]
-#: Spaces between two columns, and before a text on a line of its own below its row.
-GAP, INDENT = 2, 4
-#: The least width of a column whose cells may take several lines.
-LEAST_FOLDED = 12
+#: Spaces between two columns, and the width to which long texts are folded before columns are left
+#: out.
+GAP, FOLDED_WIDTH = 2, 24
 _PIPE_WIDTH = 1_000_000
 #: The colours of the statuses of tasks, and of the states of operations on many tasks.
 _COLOURS = {
@@ -50,8 +49,8 @@ _COLOURS = {
 class Table(NamedTuple):
     """A table. In a pipe, each row is one plain line with two or more spaces between columns.
 
-    A terminal leaves out columns without any value, and prints long texts below their rows. If the
-    rest is too wide, the terminal leaves out columns and then folds cells.
+    A terminal leaves out columns without any value. If the rest is too wide, the terminal leaves
+    out more columns and then folds cells.
 
     Attributes
     ----------
@@ -62,8 +61,6 @@ class Table(NamedTuple):
         Columns whose cells may take several lines.
     extra
         Columns that a narrow terminal leaves out, in this order.
-    below
-        The column of long texts that a terminal prints below their rows.
     has_headings
         Whether the names of the columns are printed.
     """
@@ -72,7 +69,6 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Cell]]
     folded: str = ""
     extra: str = ""
-    below: str = ""
     has_headings: bool = True
 
     @classmethod
@@ -130,65 +126,42 @@ def text_of(parts: Sequence[Part]) -> str:
 def _lines(table: Table, is_terminal: bool) -> list[str]:
     """Return the lines of a table."""
     from rich.console import Console
-    from rich.padding import Padding
     from rich.table import Table as Grid
     from rich.text import Text
 
+    width = Console().width if is_terminal else _PIPE_WIDTH
     names, folded = table.columns.split(","), table.folded.split(",")
     columns = dict(zip(names, zip(*table.rows, strict=True), strict=True))
-    texts = dict[str, list[Text]]()
+    texts, widths = dict[str, list[Text]](), dict[str, int]()
     for name, values in columns.items():
         longest = LONGEST_FOLDED if name in folded else LONGEST_CELL
         coloured = (value if isinstance(value, tuple) else (value, "") for value in values)
         texts[name] = [Text(cell(value, longest), colour) for value, colour in coloured]
-    widths = {
-        name: max(len(name) * table.has_headings, *(each.cell_len for each in column))
-        for name, column in texts.items()
-        if not (is_terminal and all(each.plain == NOTHING for each in column))
-    }
-    width = Console().width if is_terminal else _PIPE_WIDTH
-    if is_terminal:
-        widths.pop(table.below, None)
-        _fit(widths, folded, table.extra.split(","), width)
-    sides: dict[str, Any] = {
-        name: "right" if all(isinstance(value, int | None) for value in values) else "left"
-        for name, values in columns.items()
-    }
+        if not (is_terminal and all(each.plain == NOTHING for each in texts[name])):
+            heading = len(name) * table.has_headings
+            most = FOLDED_WIDTH if name in folded else LONGEST_CELL
+            widths[name] = max(heading, *(min(each.cell_len, most) for each in texts[name]))
+    for name in table.extra.split(","):
+        if sum(widths.values()) + GAP * (len(widths) - 1) > width:
+            widths.pop(name, None)
+    looks: Any = {"box": None, "padding": (0, GAP, 0, 0), "pad_edge": False}
+    grid = Grid(show_header=table.has_headings, **looks)
+    for name, column_width in widths.items():
+        is_number = all(isinstance(value, int | None) for value in columns[name])
+        grid.add_column(
+            name,
+            justify="right" if is_number else "left",
+            overflow="fold",
+            width=None if name in folded else column_width,
+        )
+    for row in zip(*(texts[name] for name in widths), strict=True):
+        grid.add_row(*row)
     console = Console(
         force_terminal=is_terminal, width=width, highlight=False, legacy_windows=False
     )
-
-    def line(cells: Iterable[Text]) -> Grid:
-        grid = Grid.grid(padding=(0, GAP, 0, 0))
-        for name, column_width in widths.items():
-            grid.add_column(width=column_width, justify=sides[name], overflow="fold")
-        grid.add_row(*cells)
-        return grid
-
     with console.capture() as captured:
-        if table.has_headings:
-            console.print(line(Text(name, "bold") for name in widths))
-        for n in range(len(table.rows)):
-            console.print(line(texts[name][n] for name in widths))
-            if is_terminal and table.below and texts[table.below][n].plain != NOTHING:
-                console.print(Padding(texts[table.below][n], (0, 0, 0, INDENT)))
+        console.print(grid)
     return re.sub(r" +$", "", captured.get(), flags=re.MULTILINE).splitlines()
-
-
-def _fit(widths: dict[str, int], folded: Sequence[str], extra: Sequence[str], most: int) -> None:
-    """Leave out extra columns, then narrow the widest folded column, until the table fits."""
-
-    def is_too_wide() -> bool:
-        return sum(widths.values()) + GAP * (len(widths) - 1) > most
-
-    for name in extra:
-        if is_too_wide():
-            widths.pop(name, None)
-    while is_too_wide():
-        widest = max(folded, key=lambda name: widths.get(name, 0))
-        if widths.get(widest, 0) <= LEAST_FOLDED:
-            return
-        widths[widest] -= 1
 
 
 def cell(value: object, longest: int = LONGEST_CELL) -> str:

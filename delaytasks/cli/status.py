@@ -390,7 +390,8 @@ def _workers(cli: Cli, found: dict[str, Any]) -> Part:
             "worker=name,alive=is_alive,seen ago=age_s,up for=up_s,pool,busy,of=concurrency,queues,"
             "clock offset,version"
         )
-        return Table.of(columns, found["workers"], made, folded="worker,queues")
+        looks = {"folded": "worker,queues", "extra": "pool,version,up for,clock offset"}
+        return Table.of(columns, found["workers"], made, **looks)
     is_direct = found["timer"]["name"] == "direct"
     how = "delaytasks run --forever" if is_direct else "celery -A … worker"
     return cli.rewrite(f"no workers; start one with: {how}"), NOTED

@@ -152,7 +152,7 @@ def list_(
         "error": lambda task: (reason(task.error), BAD),
     }
     columns = "id,status,tag,key,when,due,queue,attempts=runs,error"
-    looks = {"folded": "tag,key", "extra": "due,queue,attempts,key", "below": "error"}
+    looks = {"folded": "tag,key,error", "extra": "due,queue,attempts,key"}
     cli.answer(operations.document_of(page), Table.of(columns, page, made, **looks))
     # On stderr, so that a pipe receives tasks only.
     if not page.tasks:
