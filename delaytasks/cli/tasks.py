@@ -39,7 +39,7 @@ from delaytasks.cli.output import (
 from delaytasks.model.errors import DelayTaskError, StoreError, TaskNotFoundError
 from delaytasks.model.filters import Filter, filter_of
 from delaytasks.model.inputs import check_id, show_duration
-from delaytasks.model.moves import Status
+from delaytasks.model.moves import WAITING, Status
 from delaytasks.model.task import CancelResult, DelayedTask
 from delaytasks.model.text import count, one_line
 from delaytasks.operate import operations
@@ -97,28 +97,25 @@ def get(cli: Cli, id: str | None, tag: str | None, key: str | None) -> DelayedTa
 # -- `list`, and the changes that `list --follow` prints ------------------------------------------
 
 
-#: Tasks on a page, and changes of the last minute with which `--follow` begins.
-PAGE, LATELY = 100, 10
+#: The most changes of the last minute with which `--follow` begins.
+LATELY = 10
 #: Seconds between two reads of `--follow`.
 EVERY_S = 0.5
 LONGEST_DETAIL = 300
+#: The fields of a task that a followed change does not print: they may be long or confidential.
+SECRETS = ("body", "result", "headers")
 #: The ids of tasks with short tags begin in the same column.
 TAG_WIDTH = 16
 
 
 @click.command("list", cls=Command, params=[*_filter_options])
 @click.option("--oldest-first", is_flag=True, help="Begin with the earliest due time.")
-@click.option("--limit", type=int, help="The most tasks, 1 to 1000. [100; --follow: 10]")
+@click.option("--limit", default=100, show_default=True, help="The most tasks, 1 to 1000.")
 @click.option("--cursor", help="Continue after the page that printed this cursor.")
 @click.option("--follow", is_flag=True, help="Print the changes of tasks as they happen.")
 @pass_cli
 def list_(
-    cli: Cli,
-    oldest_first: bool,
-    limit: int | None,
-    cursor: str | None,
-    follow: bool,
-    **options: Any,
+    cli: Cli, oldest_first: bool, limit: int, cursor: str | None, follow: bool, **options: Any
 ) -> None:
     """List tasks in the order of their due times, the latest first.
 
@@ -131,16 +128,16 @@ def list_(
 
     With --follow, each line shows a task as it is after its change: scheduled, running, done,
     failed or cancelled. Of changes within half a second, only the last is shown. The first lines
-    are changes of the last minute. Ctrl-C ends the command. With --json, each line is one document.
+    are up to 10 changes of the last minute. Ctrl-C ends the command. With --json, each line is one
+    document, without the body and the result.
     """
     filters = _filters(options)
     if follow:
         if oldest_first or cursor is not None:
             raise click.UsageError("--follow excludes --oldest-first and --cursor.")
         with suppress(KeyboardInterrupt):  # the way to end this command
-            _follow(cli, filter_of(filters), LATELY if limit is None else limit)
+            _follow(cli, filter_of(filters))
         return
-    limit = PAGE if limit is None else limit
     page = cli.delays.find(**filters, limit=limit, cursor=cursor, newest_first=not oldest_first)
     now = cli.runtime.clock.now()
     made: Made = {
@@ -161,62 +158,45 @@ def list_(
         cli.note(f"More: the same with --cursor {page.cursor}")
 
 
-def _follow(cli: Cli, where: Filter, most: int) -> None:
-    follower, is_noted = Follower(cli.store, where), False
-    step = follower.read()
-    tasks = step.tasks[-most:] if most > 0 else []
+def _follow(cli: Cli, where: Filter) -> None:
+    follower, most, is_noted = Follower(cli.store, where), LATELY, False
     while True:
+        tasks, is_incomplete = follower.read()
         now = cli.runtime.clock.now()
-        for task in tasks:
+        for task in tasks[-most:]:
             if cli.is_json:
-                cli.print_json(_change(task))
+                document = task.as_json().items()
+                cli.print_json({name: value for name, value in document if name not in SECRETS})
             else:
                 click.echo(_change_line(task, now))
-        if step.is_incomplete and not is_noted:
+        if is_incomplete and not is_noted:
             cli.note("There are more changes than this command reads; it shows some of them.")
-        is_noted = step.is_incomplete
+        most, is_noted = sys.maxsize, is_incomplete
         time.sleep(EVERY_S)
-        step = follower.read()
-        tasks = step.tasks
-
-
-def _change(task: DelayedTask) -> dict[str, Any]:
-    """Return the JSON document of a change. It has no body and no result."""
-    left_out = ("body", "result", "headers")
-    document = {name: value for name, value in task.as_json().items() if name not in left_out}
-    times = {"time": changed_at(task).isoformat(), "late_s": _late_s(task)}
-    return {**document, **times, "error": last_line(task.error) or None}
 
 
 def _change_line(task: DelayedTask, now: datetime) -> str:
     """Return the time, the status and the names of the task, and further facts about the change."""
     status, colour = coloured(task.status.name)
-    waits, is_running = status in ("NOT_COMPLETE", "HELD"), status == "RUNNING"
-    late_s, began, ended = _late_s(task), task.execution_time, task.update_time
-    has_ended = status in ("DONE", "FAILED")
-    took_s = (ended - began).total_seconds() if has_ended and began and ended else None
-    facts = (
-        f"due {show_from_now(max(task.expected_time, now), now)}" if waits else "",
-        f"attempt {task.runs}" if is_running else "",
-        f"on {task.worker}" if is_running and task.worker else "",
-        "" if late_s is None else f"{show_duration(max(late_s, 0))} late",
-        "" if took_s is None else f"took {show_duration(max(took_s, 0))}",
-        last_line(task.error),
-    )
+    began, ended, facts = task.execution_time, task.update_time, []
+    if task.status in WAITING:
+        facts.append(f"due {show_from_now(max(task.expected_time, now), now)}")
+    elif began is not None and task.status is not Status.CANCELLED:
+        facts.append(f"{_seconds(task.due, began)} late")
+        if task.is_finished and ended is not None:
+            facts.append(f"took {_seconds(began, ended)}")
+    if task.status is Status.RUNNING:
+        facts.append(f"attempt {task.runs} on {task.worker}")
     at = click.style(changed_at(task).strftime("%H:%M:%S.%f")[:-3], dim=True)
     names = f"{click.style(f'{cell(task.tag):{TAG_WIDTH}}', bold=True)} {task.id}"
     key = "" if task.key is None else f" {cell(task.key)}"
     shown = click.style(f"{status:12}", fg=colour or None)
-    details = one_line(", ".join(filter(None, facts)), LONGEST_DETAIL)
+    details = one_line(", ".join(filter(None, [*facts, last_line(task.error)])), LONGEST_DETAIL)
     return f"{at} {shown} {names}{key}  {details}".rstrip()
 
 
-def _late_s(task: DelayedTask) -> float | None:
-    """Return the lateness of the last run; None before it."""
-    has_run = task.status in (Status.RUNNING, Status.DONE, Status.FAILED)
-    if task.execution_time is None or not has_run:
-        return None
-    return round((task.execution_time - task.due).total_seconds(), 3)
+def _seconds(start: datetime, end: datetime) -> str:
+    return show_duration(max((end - start).total_seconds(), 0))
 
 
 # -- `show` ---------------------------------------------------------------------------------------
