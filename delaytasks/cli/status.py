@@ -106,13 +106,7 @@ def _revision(cli: Cli, revision: str | None, head: str) -> str:
 # -- `check`: would the waiting tasks run with this code, and the effective settings --------------
 
 
-_EXIT_CODES_OF_CHECK = (
-    "Exit codes: 0 all would run; 1 some would not, or the database is unavailable; "
-    "2 wrong usage or settings."
-)
-
-
-@click.command(cls=Command, epilog=_EXIT_CODES_OF_CHECK)
+@click.command(cls=Command)
 @click.option("--settings", is_flag=True, help="Print the settings and the origin of each instead.")
 @pass_cli
 def check(cli: Cli, settings: bool) -> None:
@@ -123,8 +117,8 @@ def check(cli: Cli, settings: bool) -> None:
     delaytasks check --settings
 
     Lists the tasks whose tag has no processor, and those whose body the processor's schema refuses.
-    A wrong setting ends the command with exit code 2. Warnings (late tasks that no worker takes, a
-    database that can lose tasks) do not change the exit code.
+    The exit code is 1 if there are any, and 2 if a setting is wrong. Warnings (late tasks that no
+    worker takes, a database that can lose tasks) do not change the exit code.
 
     Passwords are masked. Celery's configuration is overridden by the environment, and both by the
     arguments of DelayTasks(...).
@@ -194,10 +188,9 @@ GROUPS_SHOWN = 20
 #: The busiest hours, which the table of `--ahead` shows. The document has all hours.
 HOURS_SHOWN = 12
 _LEVELS = {"good": GOOD, "note": "", "warning": NOTED, "bad": BAD}
-_EXIT_CODES = "Exit codes: 0 answered, or healthy; 1 no answer, or not healthy; 2 wrong usage."
 
 
-@click.command(cls=Command, epilog=_EXIT_CODES)
+@click.command(cls=Command)
 @click.option("--watch", is_flag=True, help="Renew the view on a terminal until Ctrl-C.")
 @click.option(
     "--probe",
@@ -228,12 +221,13 @@ def status(
     with their lateness (p50, p99). In a table of more than a million tasks, the large counts of
     statuses are estimates.
 
-    With --probe, the deployment is healthy if database and broker answer, the tables have this
-    version, a worker lives, a sweep was recent, and each queue with late tasks has a worker. A
-    worker (or `run --forever`) of this host is ready under the same conditions except the last,
-    if it has reported itself. With --live it is unhealthy only if it has stopped reporting while a
-    database answers: a restart does not help against an outage. Beat is healthy if its messages
-    have reached a worker recently. The HTTP API and the console have URLs for probes instead.
+    With --probe, the exit code is 1 unless the component is healthy. The deployment is healthy if
+    database and broker answer, the tables have this version, a worker lives, a sweep was recent,
+    and each queue with late tasks has a worker. A worker (or `run --forever`) of this host is ready
+    under the same conditions except the last, if it has reported itself. With --live it is
+    unhealthy only if it has stopped reporting while a database answers: a restart does not help
+    against an outage. Beat is healthy if its messages have reached a worker recently. The HTTP API
+    and the console have URLs for probes instead.
 
     --ahead shows what becomes due in each hour, and whether the processes of the live workers
     suffice.
@@ -401,10 +395,8 @@ def _workers(cli: Cli, found: dict[str, Any]) -> Part:
 
 
 def _probe(cli: Cli, component: str, live: bool, name: str | None) -> None:
-    if component == "deployment" and live:
-        raise click.UsageError("--live requires a component: worker, run or beat")
-    if component in ("deployment", "beat") and name is not None:
-        raise click.UsageError("--name requires a component: worker or run")
+    if (component == "deployment" and live) or (component not in ("worker", "run") and name):
+        raise click.UsageError("--live requires a component, and --name requires worker or run")
     checks = HealthChecks(cli.runtime, component, socket.gethostname(), name)
     found = [
         check._replace(detail=cli.rewrite(check.detail))
