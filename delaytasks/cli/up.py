@@ -131,17 +131,14 @@ def _commands(
     return commands
 
 
-def _free_port(first: int) -> int:
-    # Flower and the console look at odd and at even ports, so they never find the same one.
-    for port in range(first, first + 50, 2):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                continue
-    raise click.UsageError(f"the ports from {first} are in use; use --no-flower and --no-console")
+def _free_port(usual: int) -> int:
+    """Return the usual port, or if it is in use any free one."""
+    try:
+        probe = socket.create_server(("127.0.0.1", usual))
+    except OSError:
+        probe = socket.create_server(("127.0.0.1", 0))
+    with probe:
+        return int(probe.getsockname()[1])
 
 
 def _what_to_open(cli: Cli, has_files: bool, ports: Mapping[str, int]) -> Iterator[tuple[str, str]]:
