@@ -9,7 +9,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -152,47 +153,39 @@ def _perform(delays: DelayTasks, keys: ApiKeys | ApiKeyFile, route: Route, **pat
     if key is None:
         said = "The header Authorization has no known API key: send 'Bearer dtk_…'."
         raise exceptions.Unauthorized(said, www_authenticate=WWWAuthenticate("bearer"))
-    is_for_all = route.operation.who in key.rights
-    if not is_for_all and not (key.tags and route.is_of_tag):
-        raise _forbidden(route)
     given = _body(route) if route.has_body else _query(route)
     check_value(given, route.schema, "the body" if route.has_body else "the query")
     values = {name: route.parameters[name].read(value) for name, value in given.items()}
     if path:
         values["task"] = path["id"]
     once = _idempotency_key(route)
-    if not is_for_all and not key.covers(_tag_of(delays, key, values)):
-        raise _forbidden(route)
+    if not _may(delays, key, route, values):
+        raise exceptions.Forbidden(
+            f"The scopes of this API key do not allow it: {route.name} requires {route.requires}."
+        )
     if route.takes_idempotency_key:
         _check_new(delays, key, values, once)
-    schedule = partial(route.operation.call, delays)
     if once is None:
-        return _json(document_of(schedule(**values)))
-    return _json(_scheduled_once(delays, schedule, values, [key.name, once]).as_json())
+        return _json(document_of(route.operation.call(delays, **values)))
+    return _json(_scheduled_once(delays, route, values, [key.name, once]).as_json())
 
 
-def _forbidden(route: Route) -> Exception:
-    return exceptions.Forbidden(
-        f"The scopes of this API key do not allow it: {route.name} requires {route.requires}."
-    )
-
-
-def _tag_of(delays: DelayTasks, key: ApiKey, values: Mapping[str, Any]) -> str:
-    """Return the tag that a request concerns.
+def _may(delays: DelayTasks, key: ApiKey, route: Route, values: Mapping[str, Any]) -> bool:
+    """Return whether a key allows a request.
 
     If the caller's scopes do not cover the tag of the task in the path, the error is that of a
     missing task, so that callers cannot find out which ids exist.
     """
+    if route.operation.who in key.rights:
+        return True
+    if not (key.tags and route.is_of_tag):
+        return False
     if "task" not in values:
-        return str(values.get("tag", CALLBACK))
-    id = values["task"]
-    try:
-        tag = delays.get(id).tag
-    except TaskNotFoundError:
-        tag = None
-    if tag is None or not key.covers(tag):
-        raise TaskNotFoundError(f"no task that this API key may see has the id {id}")
-    return tag
+        return key.covers(values.get("tag", CALLBACK))
+    with suppress(TaskNotFoundError):
+        if key.covers(delays.get(values["task"]).tag):
+            return True
+    raise TaskNotFoundError(f"no task that this API key may see has the id {values['task']}")
 
 
 def _check_new(
@@ -222,20 +215,17 @@ def _check_new(
 
 def _query(route: Route) -> dict[str, Any]:
     types = {name: each.schema.get("type") for name, each in route.parameters.items()}
-    return {
-        name: _converted(texts[0], types.get(name))
-        if len(texts) == 1 and types.get(name) != "array"
-        else texts
-        for name, texts in request.args.lists()
-    }
+    return {name: _converted(texts, types.get(name)) for name, texts in request.args.lists()}
 
 
-def _converted(text: str, kind: object) -> Any:
+def _converted(texts: list[str], kind: object) -> Any:
     """Return the value of a query parameter; a text that is not of the type stays as it is."""
-    if kind == "boolean":
-        return {"true": True, "false": False}.get(text, text)
-    is_number = kind == "integer" and text.isascii() and text.isdigit() and len(text) < 20
-    return int(text) if is_number else text
+    if len(texts) > 1 or kind == "array":
+        return texts
+    if kind in ("boolean", "integer"):
+        with suppress(ValueError, RecursionError):
+            return json.loads(texts[0])
+    return texts[0]
 
 
 def _body(route: Route) -> Any:
@@ -268,10 +258,9 @@ def _data() -> bytes:
 
 def _idempotency_key(route: Route) -> str | None:
     """Return the header, which routes that schedule nothing ignore."""
-    found = request.headers.get(IDEMPOTENCY.name)
-    if found is None or not route.takes_idempotency_key:
-        return None
-    check_value(found, IDEMPOTENCY.schema, f"the header {IDEMPOTENCY.name}")
+    found = request.headers.get(IDEMPOTENCY.name) if route.takes_idempotency_key else None
+    if found is not None:
+        check_value(found, IDEMPOTENCY.schema, f"the header {IDEMPOTENCY.name}")
     return found
 
 
@@ -281,28 +270,27 @@ def _idempotency_key(route: Route) -> str | None:
 def failed(error: Exception) -> Any:
     """Return the response for an error. A bug is in the log only: its text may have secrets."""
     status = next((code for kind, code in STATUS_OF_ERROR if isinstance(error, kind)), None)
-    name, problem = type(error).__name__, dict[str, Any]()
+    more = dict[str, Any]()
     if isinstance(error, exceptions.HTTPException):
         response = error.get_response()  # with headers such as Allow
-        problem |= {"type": "about:blank", "title": error.name}
-        problem["detail"] = error.description or error.name
+        kind, title, detail = "about:blank", error.name, error.description or error.name
     elif status is None:
         logger.error("HTTP API: a request failed", exc_info=error)
         said = "The request failed. The log of the server has the traceback."
         return failed(exceptions.InternalServerError(said))
     else:
-        problem |= {"type": f"urn:delaytasks:{name}", "title": name.removesuffix("Error")}
-        problem["detail"] = str(error)
+        name, detail = type(error).__name__, str(error)
+        kind, title = f"urn:delaytasks:{name}", name.removesuffix("Error")
         if isinstance(error, InvalidInputError):
-            problem["argument"] = error.argument
+            more["argument"] = error.argument
             status = 413 if error.is_too_large else status
         if (id := getattr(error, "id", None)) is not None:
-            problem["id"] = str(id)
+            more["id"] = str(id)
         response = Response(status=status)
         if status in (503, 504):
             response.headers["Retry-After"] = str(REPEAT_AFTER_S)
-    problem["status"] = response.status_code
-    response.data, response.content_type = json.dumps(problem), PROBLEM_TYPE
+    problem = {"type": kind, "title": title, "detail": detail, "status": response.status_code}
+    response.data, response.content_type = json.dumps({**problem, **more}), PROBLEM_TYPE
     return response
 
 
@@ -322,10 +310,7 @@ class _ScheduledBeforeError(Exception):
 
 
 def _scheduled_once(
-    delays: DelayTasks,
-    schedule: Callable[..., DelayedTask],
-    values: Mapping[str, Any],
-    caller: list[str],
+    delays: DelayTasks, route: Route, values: Mapping[str, Any], caller: list[str]
 ) -> DelayedTask:
     """Schedule a task, unless a request with the same Idempotency-Key has scheduled it.
 
@@ -337,7 +322,7 @@ def _scheduled_once(
     options = {**values, "key": named["key"], "on_conflict": "keep"}
 
     def insert(on: Any) -> DelayedTask:
-        task = schedule(**options, session=on)
+        task: DelayedTask = route.operation.call(delays, **options, session=on)
         # A row keeps its key when it ends, but no unique key prevents this insert then. The look
         # comes after the insert, because from then on the key of this row prevents others.
         found = delays.find(**named, limit=2, session=on)
@@ -420,50 +405,39 @@ def openapi_document() -> Response:
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    security = {"apiKey": {"type": "http", "scheme": "bearer"}}
     document = {
         "openapi": "3.1.0",
-        "info": {
-            "title": "delaytasks",
-            "version": API_VERSION,
-            "description": "Schedule, look up and change delayed tasks.",
-        },
+        "info": {"title": "Delayed tasks", "version": API_VERSION},
         "servers": [{"url": request.script_root or "/"}],
         "security": [{"apiKey": []}],
         "paths": paths,
-        "components": {
-            "schemas": schemas.COMPONENTS,
-            "securitySchemes": {"apiKey": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": schemas.COMPONENTS, "securitySchemes": security},
     }
     return _json(document)
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    operation: dict[str, Any] = {
+    placed = [] if route.has_body else [(each, "query") for each in route.parameters.values()]
+    if route.takes_idempotency_key:
+        placed.append((IDEMPOTENCY, "header"))
+    id = {"name": "id", "in": "path", "required": True, "schema": TASK_ID.schema}
+    parameters: list[Any] = [id] if "{id}" in route.path else []
+    parameters += ({"name": each.name, "in": at, "schema": each.schema} for each, at in placed)
+    operation = {
         "operationId": route.name,
         "summary": route.summary,
         "description": f"Requires {route.requires}.",
-        "parameters": [],
+        "parameters": parameters,
         "responses": {
             "200": _response("Done", "application/json", route.operation.reply),
             "default": _response("An error", PROBLEM_TYPE, "Problem"),
         },
     }
-    parameters = operation["parameters"]
-    if "{id}" in route.path:
-        parameters.append({"name": "id", "in": "path", "required": True, "schema": TASK_ID.schema})
     if route.has_body:
         body = {"application/json": {"schema": route.schema}}
         operation["requestBody"] = {"required": route.needs_body, "content": body}
-    else:
-        parameters += (_placed(each, "query") for each in route.parameters.values())
-    if route.takes_idempotency_key:
-        parameters.append(_placed(IDEMPOTENCY, "header"))
     return operation
-
-
-def _placed(parameter: Parameter, place: str) -> dict[str, Any]:
-    return {"name": parameter.name, "in": place, "schema": parameter.schema}
 
 
 def _response(description: str, media_type: str, component: str) -> dict[str, Any]:

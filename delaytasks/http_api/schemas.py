@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,16 +81,14 @@ def check_value(value: Any, schema: JSONSchema, name: str) -> None:
     if error is None:
         return
     path = [each for each in error.path if isinstance(each, str)]
-    argument = path[-1] if path else re.split(r"[ .]", name)[-1]
+    argument, said = path[-1] if path else name.split()[-1], error.message
     if error.validator == "required":
         argument = next(each for each in error.validator_value if each not in error.instance)
     elif error.validator == "additionalProperties":
         known = error.schema["properties"]
         argument = next(each for each in error.instance if each not in known)
-        said = f"{name} has {shown(argument)}, and known are: {', '.join(known) or 'none'}"
-        raise InvalidInputError(said[:MESSAGE_LENGTH], argument)
+        said = f"{shown(argument)} is unknown, and known are: {', '.join(known) or 'none'}"
     elif error.validator == "oneOf":
-        choices = [name for each in error.validator_value for name in each["required"]]
-        raise InvalidInputError(f"{name}: give one of {', '.join(choices)}", choices[0])
+        argument, said = "delay", "give one of delay, at"
     place = ".".join([name, *path])
-    raise InvalidInputError(f"{place}: {error.message}"[:MESSAGE_LENGTH], argument)
+    raise InvalidInputError(f"{place}: {said}"[:MESSAGE_LENGTH], argument)
