@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -16,7 +16,6 @@ from sqlalchemy.util.concurrency import in_greenlet
 
 from delaytasks.broker.link import Outgoing
 from delaytasks.db.database import Database
-from delaytasks.db.engines import TRIES
 from delaytasks.db.sessions import ConnectionSource, synchronous
 from delaytasks.model.clock import Clock, from_us, to_us, wall_ms
 from delaytasks.model.errors import ConfigError, SessionUnusableError
@@ -34,8 +33,8 @@ T = TypeVar("T")
 class SettableClock(Clock):
     """The time of one tester, which producers and runners read.
 
-    It continues with the host's clock, which freezegun and time-machine replace. It is in whole
-    milliseconds, because SQLite's clock has no more.
+    It continues with the host's clock, which freezegun and time-machine replace, and asks no
+    database. It is in whole milliseconds, because SQLite's clock has no more.
     """
 
     is_due = False
@@ -46,12 +45,6 @@ class SettableClock(Clock):
 
     def now_us(self) -> int:
         return wall_ms() * 1000 + self._offset_us
-
-    def certain_now(self) -> datetime:
-        return self.now()
-
-    def refresh_if_due(self) -> None:
-        """Do nothing: the test's time needs no measurement."""
 
     def move_to(self, instant: datetime) -> None:
         """Continue at `instant`, rounded up to a millisecond so that what is due then is due."""
@@ -168,18 +161,10 @@ class BorrowedDatabase(SimulatedDatabase):
         for start in range(0, len(rows), size):
             yield rows[start : start + size]
 
-    def repeat(
-        self,
-        work: Callable[[Any], T],
-        connect: Callable[[], AbstractContextManager[Any]],
-        unknown_id: int | None = None,
-        tries: int = TRIES,
-        may_switch: bool = True,
-        waits_for_locks: bool = True,
-    ) -> T:
+    def repeat(self, work: Callable[[Any], T], connect: Any, *_: Any, **__: Any) -> T:
         """Call `work` once, in this thread: after an error the test's transaction cannot go on."""
         on = connect if connect is nullcontext else self.begin
-        return super().repeat(work, on, unknown_id, 1, False)
+        return super().repeat(work, on, tries=1, may_switch=False)
 
 
 # -- What would be sent is kept -------------------------------------------------------------------

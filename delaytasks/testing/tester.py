@@ -104,12 +104,10 @@ class TestRunner(Observer):
         self.runs.append(Run(settlement.task, settlement.move, self._clock.now(), error))
 
     def not_called(self, settlement: Settlement, claimed: datetime) -> None:
-        error, why = None, settlement.error or ""
-        if settlement.move != "expire":
-            if why.startswith(DEFERRALS["no_processor"]):
-                why += "; if the task is of another application, give the tests a database of "
-                why += "their own"
-            error = UnknownTagError(why, "tag")
+        why = settlement.error or ""
+        if why.startswith(DEFERRALS["no_processor"]):
+            why += "; if the task is of another application, give the tests a database of their own"
+        error = None if settlement.move == "expire" else UnknownTagError(why, "tag")
         self.ended(settlement, 0, error)
 
     def new_runs(self, work: Callable[[], None]) -> list[Run]:
@@ -190,10 +188,9 @@ def _refuse_earlier_tasks(store: Store) -> None:
     url, earlier = store.database.autocommitted(lambda c: (c.engine.url, c.execute(query).first()))
     if earlier is not None:
         raise ConfigError(
-            f"the database {masked(url)} has live tasks that were scheduled before "
-            f"these tests began, such as {earlier.id} (tag {earlier.tag!r}), and a test "
-            "would run them: give the tests a database of their own, or begin with "
-            "tester.clear() if earlier tests left them"
+            f"the database {masked(url)} has live tasks that were scheduled before these tests "
+            f"began, such as {earlier.id} (tag {earlier.tag!r}), and a test would run them: give "
+            "the tests a database of their own, or begin with tester.clear()"
         )
 
 
@@ -217,13 +214,14 @@ class Expectation:
         """Return a line for each value in which the task differs."""
         lines = []
         for name, value in self._fields.items():
-            if name in ("within", "at"):
-                latest = self._now + check_delay(value) if name == "within" else value
-                is_early = name == "at" and task.due < latest - TOLERANCE
-                differs, got = is_early or task.due > latest + TOLERANCE, self._due(task)
+            if name == "within":
+                differs = task.due > self._now + check_delay(value) + TOLERANCE
+            elif name == "at":
+                differs = abs(task.due - value) > TOLERANCE
             else:
-                differs, got = getattr(task, name) != value, repr(getattr(task, name))
+                differs = getattr(task, name) != value
             if differs:
+                got = self._due(task) if name in ("within", "at") else repr(getattr(task, name))
                 wanted = value if name == "within" else repr(value)
                 lines.append(f"{name}: expected {wanted}, got {got}")
         return lines
@@ -248,7 +246,7 @@ class Expectation:
 
 
 #: A chunk may take this long: a developer may stop in a debugger.
-CHUNK_IN_TEST_S = 3600.0
+CHUNK_S = 3600.0
 
 
 @cache
@@ -330,9 +328,8 @@ class DelaysTester:
         delays = self._delays
         _import_modules(runtime_of(delays).celery.loader)
         self._source = self._source or delays._test_connections()
-        settings = {"_chunk_time_budget_s": CHUNK_IN_TEST_S, "lease": 4 * CHUNK_IN_TEST_S}
         with ExitStack() as opening:
-            runtime = delays._make_runtime(**settings)
+            runtime = delays._make_runtime(_chunk_time_budget_s=CHUNK_S, lease=4 * CHUNK_S)
             self._replace_parts(runtime)
             opening.callback(runtime.close)
             before = delays._exchange_runtime(runtime, is_in_test=True)
@@ -618,8 +615,10 @@ class DelaysTester:
         context = contextvars.copy_context()
         context.run(run_coroutine.set, self._run_coroutine)
         new = context.run(self._started.new_runs, work)
-        if raises:
-            _raise_failures(new)
+        last = {run.task.id: run for run in new}
+        for run in last.values():
+            if raises and run.error is not None:
+                raise run.error
         return new
 
     async def _run_async(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -650,12 +649,3 @@ def _keeping(sent: list[Any]) -> Callable[[Any, DelayedTask], Outcome]:
         return Done()
 
     return keep
-
-
-def _raise_failures(runs: Sequence[Run]) -> None:
-    """Raise the error of the first task whose last run has raised one."""
-    __tracebackhide__ = True
-    last = {run.task.id: run for run in runs}
-    for run in last.values():
-        if run.error is not None:
-            raise run.error
