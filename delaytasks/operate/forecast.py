@@ -52,33 +52,6 @@ Due = defaultdict[datetime, Counter[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class TagForecast:
-    """The tasks of one tag in the time of a forecast.
-
-    Attributes
-    ----------
-    tag
-        The tag.
-    due
-        The number of tasks that become due.
-    duration_s
-        The seconds for which one task occupies a process.
-    is_measured
-        Whether workers have measured the duration. Otherwise it is assumed.
-
-    Examples
-    --------
-    >>> [(tag.tag, tag.due) for tag in delays.forecast().tags]
-    [('newsletter.send', 1200000), ('mail.send', 3150)]
-    """
-
-    tag: str
-    due: int
-    duration_s: float
-    is_measured: bool
-
-
-@dataclass(frozen=True, slots=True)
 class ForecastHour:
     """One hour of a forecast.
 
@@ -135,8 +108,8 @@ class Forecast:
         Whether there are more tasks, which were not counted. Those that are due first were.
     hours
         The hours in which tasks become due, in order.
-    tags
-        The tags, the one with the most tasks first.
+    durations_s
+        By tag, the seconds for which one of these tasks occupies a process.
     notes
         Sentences about what the forecast assumes or leaves out.
 
@@ -153,7 +126,7 @@ class Forecast:
     due: int
     is_cut: bool
     hours: tuple[ForecastHour, ...]
-    tags: tuple[TagForecast, ...]
+    durations_s: dict[str, float]
     notes: tuple[str, ...] = ()
 
     @property
@@ -234,42 +207,30 @@ def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = Non
     is_cut = _add_waiting(due, runtime.store, now, until)
     if runtime.store.sweeps.has_due_schedule((until - now).total_seconds()):
         is_cut |= _add_occurrences(due, runtime.recurring_table, now, until)
-    tags = _tags(runtime, due, now)
-    if assumed := sorted(tag for tag, found in tags.items() if not found.is_measured):
+    durations_s, assumed = dict[str, float](), list[str]()
+    measured = counts_by_tag(runtime.store, now - COUNTS_KEPT, now, None)
+    for tag in sorted({tag for tasks in due.values() for tag in tasks}):
+        counts, processor = measured.get(tag, RunCounts()), runtime.registry.get(tag)
+        duration_s = ASSUMED_DURATION_S
+        if counts.started >= LEAST_MEASURED_RUNS:
+            duration_s = counts["duration_s"] / counts.started
+        else:
+            assumed.append(tag)
+        # A process runs so many tasks concurrently, or in one batch.
+        together = 1 if processor is None else max(processor.in_flight or 1, processor.batch or 1)
+        durations_s[tag] = duration_s / together
+    if assumed:
         notes.append(
             f"A duration of {show_duration(ASSUMED_DURATION_S)} is assumed for tags without "
             f"measurements: {some_values(assumed, MAX_NAMES)}."
         )
     hours = []
     for hour, tasks in sorted(due.items()):
-        busy_s = sum(number * tags[tag].duration_s for tag, number in tasks.items()) / processes
+        busy_s = sum(number * durations_s[tag] for tag, number in tasks.items()) / processes
         by_tag = dict(tasks.most_common())
         hours.append(ForecastHour(hour, tasks.total(), by_tag, busy_s, processes))
-    return Forecast(
-        made_at=now,
-        until=until,
-        processes=processes,
-        due=sum(tag.due for tag in tags.values()),
-        is_cut=is_cut,
-        hours=tuple(hours),
-        tags=tuple(sorted(tags.values(), key=lambda tag: (-tag.due, tag.tag))),
-        notes=tuple(notes),
-    )
-
-
-def _tags(runtime: Runtime, due: Due, now: datetime) -> dict[str, TagForecast]:
-    measured, totals = counts_by_tag(runtime.store, now - COUNTS_KEPT, now, None), Counter[str]()
-    for tasks in due.values():
-        totals.update(tasks)
-    found: dict[str, TagForecast] = {}
-    for tag, number in totals.items():
-        counts, processor = measured.get(tag, RunCounts()), runtime.registry.get(tag)
-        is_measured = counts.started >= LEAST_MEASURED_RUNS
-        duration_s = counts["duration_s"] / counts.started if is_measured else ASSUMED_DURATION_S
-        # A process runs so many tasks concurrently, or in one batch.
-        together = 1 if processor is None else max(processor.in_flight or 1, processor.batch or 1)
-        found[tag] = TagForecast(tag, number, duration_s / together, is_measured)
-    return found
+    number = sum(hour.due for hour in hours)
+    return Forecast(now, until, processes, number, is_cut, tuple(hours), durations_s, tuple(notes))
 
 
 def _add_waiting(due: Due, store: Store, now: datetime, until: datetime) -> bool:
