@@ -28,7 +28,6 @@ from delaytasks.model.body import Cipher
 from delaytasks.model.clock import Clock, IdMaker, fork_safe, wall_ms
 from delaytasks.model.policies import PolicyCache
 from delaytasks.model.task import DelayedTask, Entry
-from delaytasks.operate.checks import StartChecks
 from delaytasks.settings import load_settings
 
 if TYPE_CHECKING:
@@ -245,10 +244,6 @@ class Runtime:
         from delaytasks.recurring.creation import RecurringTable
 
         return RecurringTable(self.store.database, self.store.schema)
-
-    @part
-    def checks(self) -> StartChecks:
-        return StartChecks(self)
 
     @part
     def async_calls(self) -> AsyncCalls:

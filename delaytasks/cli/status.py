@@ -40,6 +40,7 @@ from delaytasks.db import migrations
 from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import show_duration
 from delaytasks.model.text import count, mask_url, one_line
+from delaytasks.operate.checks import check_settings
 from delaytasks.operate.health import HealthChecks, verdict_of
 from delaytasks.operate.operations import DURATION
 from delaytasks.operate.state import DeploymentState, ask_broker, live_groups
@@ -127,7 +128,7 @@ def check(cli: Cli, settings: bool) -> None:
         _answer_settings(cli)
         return
     cli.import_processors()
-    cli.runtime.checks.check_settings()
+    check_settings(cli.runtime)
     found = cli.delays.check()
     warnings = [*map(cli.rewrite, warnings_of(cli.delays))]
     tasks = count(sum(finding.tasks for finding in found), "task")

@@ -47,74 +47,71 @@ SAFE_CONTENT = {"json", "application/json", "msgpack", "application/x-msgpack"}
 _REDIS_SCHEMES = ("redis", "unix:", "sentinel:")
 
 
-class StartChecks:
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-
-    def check_ready(self) -> None:
-        """Check the settings and the database."""
-        self.check_settings()
-        runtime, settings = self._runtime, self._runtime.settings
-        try:
-            runtime.store.check()
-            # Another deployment on the same tables takes our tasks to its own queues.
-            if settings.uses_broker and runtime.store.sweeps.is_shared(settings.silent_s):
-                remedy = (
-                    "give both the same delaytasks_namespace and broker, or tables of their own "
-                    "(delaytasks_table_prefix); if you have changed it, stop the old workers"
-                )
-                runtime.events.emit("tables.shared", namespace=settings.namespace, remedy=remedy)
-        except StoreUnavailableError as error:
-            # Not an error of the configuration: a worker waits until the database is back.
-            runtime.events.emit("store.down", error=str(error))
-
-    def check_settings(self) -> None:
-        """Check the settings without any connection."""
-        self._check_visibility()
-        accepted = set(self._runtime.celery.conf.accept_content or ())
-        unsafe = ", ".join(sorted(map(str, accepted - SAFE_CONTENT)))
-        if unsafe:
+def check_ready(runtime: Runtime) -> None:
+    """Check the settings and the database."""
+    check_settings(runtime)
+    settings = runtime.settings
+    try:
+        runtime.store.check()
+        # Another deployment on the same tables takes our tasks to its own queues.
+        if settings.uses_broker and runtime.store.sweeps.is_shared(settings.silent_s):
             remedy = (
-                "accept_content = ['json'], or keep all but your own producers out of the broker"
+                "give both the same delaytasks_namespace and broker, or tables of their own "
+                "(delaytasks_table_prefix); if you have changed it, stop the old workers"
             )
-            self._runtime.events.emit("content.unsafe", accepts=unsafe, remedy=remedy)
-        self._check_sweeps()
+            runtime.events.emit("tables.shared", namespace=settings.namespace, remedy=remedy)
+    except StoreUnavailableError as error:
+        # Not an error of the configuration: a worker waits until the database is back.
+        runtime.events.emit("store.down", error=str(error))
 
-    def _check_visibility(self) -> None:
-        """Compare the horizon with the time after which a broker delivers a message again.
 
-        Our messages are acknowledged on receipt, but a blocked worker may leave them waiting.
-        """
-        conf, horizon = self._runtime.celery.conf, self._runtime.settings.horizon_s
-        broker = conf.broker_url
-        first = str(broker[0] if isinstance(broker, (list, tuple)) and broker else broker)
-        default = REDIS_VISIBILITY_S if first.startswith(_REDIS_SCHEMES) else None
-        visibility = (conf.broker_transport_options or {}).get("visibility_timeout", default)
-        try:
-            visible_s = None if visibility is None else float(visibility)
-        except (TypeError, ValueError):
+def check_settings(runtime: Runtime) -> None:
+    """Check the settings without any connection."""
+    _check_visibility(runtime)
+    accepted = set(runtime.celery.conf.accept_content or ())
+    unsafe = ", ".join(sorted(map(str, accepted - SAFE_CONTENT)))
+    if unsafe:
+        remedy = "accept_content = ['json'], or keep all but your own producers out of the broker"
+        runtime.events.emit("content.unsafe", accepts=unsafe, remedy=remedy)
+    _check_sweeps(runtime)
+
+
+def _check_visibility(runtime: Runtime) -> None:
+    """Compare the horizon with the time after which a broker delivers a message again.
+
+    Our messages are acknowledged on receipt, but a blocked worker may leave them waiting.
+    """
+    conf, horizon = runtime.celery.conf, runtime.settings.horizon_s
+    broker = conf.broker_url
+    first = str(broker[0] if isinstance(broker, (list, tuple)) and broker else broker)
+    default = REDIS_VISIBILITY_S if first.startswith(_REDIS_SCHEMES) else None
+    visibility = (conf.broker_transport_options or {}).get("visibility_timeout", default)
+    try:
+        visible_s = None if visibility is None else float(visibility)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"visibility_timeout = {shown(visibility)} in broker_transport_options is no "
+            "number of seconds"
+        ) from None
+    if horizon is not None and visible_s is not None and horizon >= visible_s:
+        raise ConfigError(
+            f"delaytasks_horizon = {horizon:g} s is not below the broker's "
+            f"visibility_timeout = {visible_s:g}: messages could be delivered twice; "
+            "lower the horizon, or raise visibility_timeout in broker_transport_options"
+        )
+
+
+def _check_sweeps(runtime: Runtime) -> None:
+    """Raise `ConfigError` if an entry of beat names a sweep partition that does not exist."""
+    settings, count = runtime.settings, runtime.settings.sweep_partitions
+    for name, entry in (runtime.celery.conf.beat_schedule or {}).items():
+        sweep_partition, *_ = entry.get("args") or (0,)
+        if entry.get("task") == SWEEP and not settings.has_sweep_partition(sweep_partition):
             raise ConfigError(
-                f"visibility_timeout = {shown(visibility)} in broker_transport_options is no "
-                "number of seconds"
-            ) from None
-        if horizon is not None and visible_s is not None and horizon >= visible_s:
-            raise ConfigError(
-                f"delaytasks_horizon = {horizon:g} s is not below the broker's "
-                f"visibility_timeout = {visible_s:g}: messages could be delivered twice; "
-                "lower the horizon, or raise visibility_timeout in broker_transport_options"
+                f"beat_schedule[{name!r}] names sweep partition {shown(sweep_partition)}, and "
+                f"delaytasks_sweep has {count}: the sweep partitions are 0 to {count - 1}; "
+                "correct its args, or leave the entries to delaytasks"
             )
-
-    def _check_sweeps(self) -> None:
-        """Raise `ConfigError` if an entry of beat names a sweep partition that does not exist."""
-        settings, count = self._runtime.settings, self._runtime.settings.sweep_partitions
-        for name, entry in (self._runtime.celery.conf.beat_schedule or {}).items():
-            sweep_partition, *_ = entry.get("args") or (0,)
-            if entry.get("task") == SWEEP and not settings.has_sweep_partition(sweep_partition):
-                raise ConfigError(
-                    f"beat_schedule[{name!r}] names sweep partition {shown(sweep_partition)}, and "
-                    f"delaytasks_sweep has {count}: the sweep partitions are 0 to {count - 1}; "
-                    "correct its args, or leave the entries to delaytasks"
-                )
 
 
 # -- The waiting tasks that this code could not run -----------------------------------------------

@@ -25,6 +25,7 @@ from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.inputs import ALL_QUEUES, serves
 from delaytasks.model.moves import LateReason
 from delaytasks.model.task import Entry
+from delaytasks.operate.checks import check_ready
 from delaytasks.operate.statistics import StatisticsWriter
 from delaytasks.run.celery_context import check_time_limits
 from delaytasks.worker.dispatcher import Dispatcher, UnfinishedDrains
@@ -114,7 +115,7 @@ class WorkerRuntime:
 
     def check(self) -> None:
         """Raise `ConfigError` if the worker cannot run the tasks of its queues."""
-        self.runtime.checks.check_ready()
+        check_ready(self.runtime)
         queues, pool = self.processes.queues, self.celery_worker.pool
         check_time_limits(self.registry, self.runtime.queues, queues, pool)
 

@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import select
 
 from delaytasks import Status
+from delaytasks.operate.checks import check_ready
 from tests.world import FINISHED, Entry, MakeWorld, MonkeyPatch, World
 from tests.world.recording import ManualTime
 
@@ -123,7 +124,7 @@ def test_a_sweep_begins_where_the_last_one_ended_unless_the_timer_has_changed(wo
 def test_a_deployment_with_another_namespace_on_the_same_tables_is_reported(world: World) -> None:
     def is_reported() -> bool:
         world.events.clear()
-        world.runtime.checks.check_ready()
+        check_ready(world.runtime)
         return bool(world.told("tables.shared"))
 
     assert world.sweep()

@@ -43,6 +43,7 @@ from delaytasks.db import migrations
 from delaytasks.model.body import key_name
 from delaytasks.model.filters import Filter
 from delaytasks.model.task import Entry
+from delaytasks.operate.checks import check_ready
 from delaytasks.runtime import runtime_of
 from tests.conformance.test_outages import READ_ONLY
 from tests.integration import django_settings
@@ -285,7 +286,7 @@ def test_the_error_about_missing_tables_names_the_command_that_creates_them(
         with pytest.raises(e.SessionUnusableError, match=remedy), transaction.atomic(alias):
             delays.schedule_delay("order.close", 1, 1)
         with pytest.raises(e.ConfigError, match=rf"missing or old.*; run: python {remedy}$"):
-            runtime_of(delays).checks.check_ready()  # as a worker does at its start
+            check_ready(runtime_of(delays))  # as a worker does at its start
 
 
 def test_a_connection_that_breaks_during_a_commit_is_reported_with_the_id(

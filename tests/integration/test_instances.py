@@ -9,6 +9,7 @@ from celery import Celery
 
 from delaytasks import ConfigError, DelayTasks
 from delaytasks.broker.arming import SWEEP
+from delaytasks.operate.checks import check_settings
 from delaytasks.runtime import runtime_of
 
 
@@ -28,9 +29,9 @@ def test_a_schedule_may_only_name_existing_partitions(tmp_path: Any) -> None:
         app.conf.beat_schedule = {**entries, "mine": {**each, "args": (sweep_partition,)}}
         problem = r"beat_schedule\['mine'\] .* the sweep partitions are 0 to 1"
         with pytest.raises(ConfigError, match=problem):
-            runtime_of(delays).checks.check_settings()
+            check_settings(runtime_of(delays))
     app.conf.beat_schedule = entries
-    runtime_of(delays).checks.check_settings()
+    check_settings(runtime_of(delays))
 
 
 REDIS_URLS = ["redis://a", "rediss://a", "redis+socket:///x", ["sentinel://a:26379"]]
@@ -45,7 +46,7 @@ def test_the_horizon_must_be_below_the_brokers_visibility_timeout(
     app.conf.broker_transport_options = {"visibility_timeout": timeout_s} if timeout_s else {}
     delays = DelayTasks(app, data_dir=str(tmp_path), horizon=timeout_s or 3600)
     with pytest.raises(ConfigError, match=f"visibility_timeout = {timeout_s or 3600}"):
-        runtime_of(delays).checks.check_settings()
+        check_settings(runtime_of(delays))
     app.conf.broker_transport_options = {"visibility_timeout": "an hour"}
     with pytest.raises(ConfigError, match="'an hour' in broker_transport_options is no number"):
-        runtime_of(delays).checks.check_settings()
+        check_settings(runtime_of(delays))

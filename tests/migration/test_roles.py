@@ -20,7 +20,7 @@ from delaytasks.cli.status import warnings_of
 from delaytasks.db import migrations
 from delaytasks.db.store import Store
 from delaytasks.model.task import Entry
-from delaytasks.operate.checks import check_waiting
+from delaytasks.operate.checks import check_ready, check_waiting
 from delaytasks.operate.health import HealthChecks
 from delaytasks.operate.state import find_overdue, server_problem
 from delaytasks.recurring.recurring import follow
@@ -144,7 +144,7 @@ def test_a_producer_schedules_moves_and_checks_tasks(role_tables: RoleTables, as
 
 def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables, as_role: As) -> None:
     web, delays = as_role("web", horizon="5s"), as_role("worker")
-    runtime_of(delays).checks.check_ready()
+    check_ready(runtime_of(delays))
     ran: list[Any] = []
 
     @delays.processor("good", keep_result=True)
@@ -188,7 +188,7 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables, as_role: As) -
         of = f"{table} FROM {name}"
     role_tables.admin(f"REVOKE SELECT ON {of}")
     with pytest.raises(ConfigError, match=rf"(?s){table} cannot be read.*denied.*{table}"):
-        runtime_of(delays).checks.check_ready()
+        check_ready(runtime_of(delays))
     role_tables.admin(f"GRANT SELECT ON {of.replace(' FROM ', ' TO ')}")
 
 

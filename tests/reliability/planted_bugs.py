@@ -113,7 +113,7 @@ SAME_ANSWERS: list[Any] = [
      None, "unit/runtime stopped_worker"),
     ("rows_behind_a_slow_one_wait_for_it", "run.chunk.TimeBudget.open",
      None, "unit/runner budget_rows"),
-    ("any_horizon_is_accepted", "operate.checks.StartChecks._check_visibility",
+    ("any_horizon_is_accepted", "operate.checks._check_visibility",
      None, "integration/instances"),
     ("a_refused_login_is_no_outage", "db.engines._is_connecting",
      False, "conformance/outages connecting"),

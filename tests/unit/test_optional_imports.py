@@ -31,6 +31,7 @@ from pathlib import Path
 from celery import Celery
 from sqlalchemy import create_engine
 from delaytasks import DelayTasks
+from delaytasks.operate.checks import check_ready
 from delaytasks.runtime import runtime_of
 
 PATH = Path(__file__).parent
@@ -39,7 +40,7 @@ delays = DelayTasks(app, f"sqlite:///{PATH}/shop.sqlite3", **SETTINGS)
 
 with create_engine(delays.settings.database_url).begin() as connection:
     runtime_of(delays).store.schema.metadata.create_all(connection)
-runtime_of(delays).checks.check_ready()
+check_ready(runtime_of(delays))
 assert delays.cancel(delays.schedule_delay("mail", {"to": "ada"}, 10))
 
 @app.task

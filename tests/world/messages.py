@@ -15,6 +15,7 @@ from kombu.message import Message
 from kombu.serialization import prepare_accept_content
 
 from delaytasks.model.task import Entry
+from delaytasks.operate.checks import check_settings
 from delaytasks.worker import patches
 from delaytasks.worker.patches import GuardStep
 from tests.world.main_process import MainProcess
@@ -101,7 +102,7 @@ class Receiver:
 
     def check_app(self) -> None:
         """Check the configuration of the app, as a worker does at its start."""
-        self.world.runtime.checks.check_settings()
+        check_settings(self.world.runtime)
 
     @property
     def lost_broker(self) -> type[Exception]:

@@ -13,6 +13,7 @@ from delaytasks.contrib.django.django_connection import source_at
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.db import migrations
 from delaytasks.model.errors import ConfigError
+from delaytasks.operate import checks
 from delaytasks.runtime import runtime_of
 
 
@@ -38,7 +39,7 @@ class DelayTasksConfig(AppConfig):
 def check_settings(**_: Any) -> list[CheckMessage]:
     """Check the settings without any connection."""
     try:
-        runtime_of(project_delays()).checks.check_settings()
+        checks.check_settings(runtime_of(project_delays()))
     except ConfigError as error:
         hint = "Correct settings.DELAYTASKS or the CELERY_ settings."
         return [Error(str(error), hint, id="delaytasks.E001")]
