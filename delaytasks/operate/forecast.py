@@ -208,7 +208,7 @@ def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = Non
     if runtime.store.sweeps.has_due_schedule((until - now).total_seconds()):
         is_cut |= _add_occurrences(due, runtime.recurring_table, now, until)
     durations_s, assumed = dict[str, float](), list[str]()
-    measured = counts_by_tag(runtime.store, now - COUNTS_KEPT, now, None)
+    measured = counts_by_tag(runtime.store, now - COUNTS_KEPT, now)
     for tag in sorted({tag for tasks in due.values() for tag in tasks}):
         counts, processor = measured.get(tag, RunCounts()), runtime.registry.get(tag)
         duration_s = ASSUMED_DURATION_S

@@ -22,6 +22,7 @@ from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import RegisteredWorker, is_late
 from delaytasks.db.task_rows import distinct_values, has_status, levels_of
 from delaytasks.db.types import db_now_plus, for_database, once
+from delaytasks.model.clock import to_us
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
@@ -31,14 +32,14 @@ from delaytasks.operate.policy_calls import with_counts
 from delaytasks.operate.searches import changed_at, failed_tasks, tasks_of_ids
 from delaytasks.operate.statistics import (
     LATE_RANGE,
-    MOST_READ_GROUPS,
     FailureGroup,
     RunTotals,
     counts_by_tag,
     failure_groups,
+    groups_by_last,
 )
 from delaytasks.operate.why import Facts, Reason, waits_for
-from delaytasks.run.observers import error_pattern
+from delaytasks.run.observers import RunCounts, error_pattern
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
@@ -240,28 +241,21 @@ def explained(facts: Facts, overdue: Overdue) -> list[OverdueGroup]:
 
 # -- Groups of failures that have the same tag and the same kind of error -------------------------
 
+#: The most groups of failed runs of which it is asked whether their last task is repeated.
+MOST_RETRIED = 100
 #: The statuses of a task that has failed and is repeated.
 RETRIED = (Status.NOT_COMPLETE, Status.HELD, Status.RUNNING)
 
 
 def groups_of(tasks: Iterable[DelayedTask]) -> list[FailureGroup]:
     """Return the groups of FAILED tasks, those that failed last first. `runs` counts the tasks."""
-    members = defaultdict[tuple[str, str], list[DelayedTask]](list)
+    counted = defaultdict[tuple[str, str], RunCounts](RunCounts)
     for task in sorted(tasks, key=lambda task: (changed_at(task), task.id)):
-        members[task.tag, error_pattern(task.error or "")].append(task)
-    groups = [
-        FailureGroup(
-            tag=tag,
-            pattern=pattern,
-            runs=len(mine),
-            first_at=changed_at(mine[0]),
-            last_at=changed_at(mine[-1]),
-            task_id=mine[-1].id,
-            error=mine[-1].error or "",
-        )
-        for (tag, pattern), mine in members.items()
-    ]
-    return sorted(groups, key=lambda group: group.last_at, reverse=True)
+        error, at_us = task.error or "", to_us(changed_at(task))
+        pattern = error_pattern(error)
+        example = RunCounts(failed=1, pattern=pattern, task_id=task.id, error=error)
+        counted[task.tag, pattern].add({**example, "first_us": at_us, "last_us": at_us})
+    return groups_by_last(FailureGroup.of(tag, counts) for (tag, _), counts in counted.items())
 
 
 # -- The state of a deployment --------------------------------------------------------------------
@@ -324,11 +318,11 @@ class DeploymentState(Facts):
         if failed and self.has_all_failures:
             self.rows["FAILED"] = len(failed)
         self.groups = groups_of(failed)
-        counted = failure_groups(store, None, None, MOST_READ_GROUPS)
+        counted = failure_groups(store)[:MOST_RETRIED]
         last = tasks_of_ids(store, [group.task_id for group in counted])
         waiting = {task.id for task in last if task.status in RETRIED}
         self.retried = [group for group in counted if group.task_id in waiting]
-        self.runs = counts_by_tag(store, self.now - LATE_RANGE, self.now, None)
+        self.runs = counts_by_tag(store, self.now - LATE_RANGE, self.now)
 
     @property
     def oldest_overdue_s(self) -> float:

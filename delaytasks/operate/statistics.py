@@ -18,7 +18,7 @@ from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy import delete, func, select, update
 
 from delaytasks.db.schema import FINGERPRINT_LENGTH
 from delaytasks.db.statements import insert_if_absent
@@ -188,21 +188,20 @@ def read_runs(
 ) -> Iterator[tuple[datetime, str, RunCounts]]:
     """Yield the minute, the tag and the counts of each row of a range; None reads all tags."""
     s = store.schema.statistics
-    query = select(s.c.start, s.c.tag, s.c.counts).where(*_is_run(s, since, until))
+    is_run = s.c.fingerprint == "", s.c.start >= since, s.c.start < until
+    query = select(s.c.start, s.c.tag, s.c.counts).where(*is_run)
+    if isinstance(tags, str):
+        raise InvalidInputError(f"tags is a list of tags: [{tags!r}]", "tags")
     if tags is not None:
-        query = query.where(s.c.tag.in_(tags))
+        query = query.where(s.c.tag.in_([check_tag(tag) for tag in tags]))
     # Two days of many tags are some hundred thousand rows.
     for rows in store.database.stream(query, STREAMED_ROWS):
         for start, tag, text in rows:
             yield start, tag, RunCounts(json.loads(text))
 
 
-def _is_run(s: Any, since: datetime, until: datetime) -> tuple[ColumnElement[bool], ...]:
-    return s.c.fingerprint == "", s.c.start >= since, s.c.start < until
-
-
 def counts_by_tag(
-    store: Store, since: datetime, until: datetime, tags: Sequence[str] | None
+    store: Store, since: datetime, until: datetime, tags: Sequence[str] | None = None
 ) -> dict[str, RunTotals]:
     """Return the counts of a range, in the order of the tags."""
     found: dict[str, RunTotals] = {}
@@ -211,10 +210,8 @@ def counts_by_tag(
     return dict(sorted(found.items()))
 
 
-def failure_groups(
-    store: Store, tag: str | None, since: datetime | None, limit: int
-) -> list[FailureGroup]:
-    """Return the groups, beginning with the one that failed last."""
+def failure_groups(store: Store, tag: str | None = None) -> list[FailureGroup]:
+    """Return the groups of the runs that failed, beginning with the one that failed last."""
     s = store.schema.statistics
     query = select(s).where(s.c.fingerprint > "").order_by(s.c.start.desc())
     if tag is not None:
@@ -225,21 +222,14 @@ def failure_groups(
         key, counts = (row.tag, row.fingerprint), RunCounts(json.loads(row.counts))
         merged.setdefault(key, RunCounts()).add(counts)
         hours.setdefault(key, {})[row.start] = counts["failed"]
-    groups = [
-        FailureGroup(
-            tag=tag,
-            pattern=counts["pattern"],
-            runs=counts["failed"],
-            first_at=from_us(counts["first_us"]),
-            last_at=from_us(counts["last_us"]),
-            task_id=counts["task_id"],
-            error=counts["error"],
-            hours=hours[tag, fingerprint],
-        )
-        for (tag, fingerprint), counts in sorted(merged.items())
-    ]
-    found = [group for group in groups if since is None or group.last_at >= since]
-    return sorted(found, key=lambda group: group.last_at, reverse=True)[:limit]
+    return groups_by_last(
+        FailureGroup.of(key[0], counts, hours[key]) for key, counts in merged.items()
+    )
+
+
+def groups_by_last(groups: Iterable[FailureGroup]) -> list[FailureGroup]:
+    """Return the groups, beginning with the one that failed last."""
+    return sorted(groups, key=lambda group: group.last_at, reverse=True)
 
 
 # -- The values that `delays.statistics` returns --------------------------------------------------
@@ -381,6 +371,15 @@ class FailureGroup:
     error: str
     hours: Mapping[datetime, int] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls, tag: str, counts: RunCounts, hours: Mapping[datetime, int] | None = None
+    ) -> FailureGroup:
+        """Return the group that counts describe."""
+        times = from_us(counts["first_us"]), from_us(counts["last_us"])
+        example = counts["task_id"], counts["error"]
+        return cls(tag, counts["pattern"], counts["failed"], *times, *example, hours or {})
+
     @property
     def filters(self) -> dict[str, str]:
         """The filters for `find` and the methods of `bulk` that select the tasks of this group."""
@@ -471,7 +470,7 @@ class Statistics(CallGroup):
             problem = f"more than {MAX_SERIES_STEPS} steps: choose a longer step"
             raise InvalidInputError(problem, "step")
         steps = {start + n * length: dict[str, RunTotals]() for n in range(number)}
-        for at, tag, counts in read_runs(self._runtime.store, start, end, _checked_tags(tags)):
+        for at, tag, counts in read_runs(self._runtime.store, start, end, tags):
             by_tag = steps[at - (at - EPOCH) % length]
             by_tag.setdefault(tag, RunTotals()).add(counts)
         return [
@@ -506,7 +505,7 @@ class Statistics(CallGroup):
         """
         start, end = checked_range(self._runtime.clock.now(), since, until)
         start = start.replace(second=0, microsecond=0)
-        return counts_by_tag(self._runtime.store, start, end, _checked_tags(tags))
+        return counts_by_tag(self._runtime.store, start, end, tags)
 
     atotals = twin(totals)
 
@@ -535,9 +534,8 @@ class Statistics(CallGroup):
         >>> delays.bulk.rerun(**group.filters)
         """
         check_page_limit(limit)
-        return failure_groups(
-            self._runtime.store, None if tag is None else check_tag(tag), since, limit
-        )
+        groups = failure_groups(self._runtime.store, None if tag is None else check_tag(tag))
+        return [each for each in groups if since is None or each.last_at >= since][:limit]
 
     afailures = twin(failures)
 
@@ -558,16 +556,8 @@ def checked_range(now: datetime, since: Since, until: datetime | None) -> tuple[
     return start, end
 
 
-def _checked_tags(tags: Sequence[str] | None) -> Sequence[str] | None:
-    if isinstance(tags, str):
-        raise InvalidInputError(f"tags is a list of tags: [{tags!r}]", "tags")
-    return None if tags is None else [check_tag(tag) for tag in tags]
-
-
 # -- for the verdict, the command line and the console --------------------------------------------
 
 
 #: The range of the runs that `status` shows, and of the late starts that a verdict counts.
 LATE_RANGE = timedelta(minutes=15)
-#: The most groups, those that failed last.
-MOST_READ_GROUPS = 100
