@@ -26,7 +26,6 @@ from delaytasks.operate.state import (
     READ_ONLY,
     DeploymentState,
     ask_broker,
-    beat_age_s,
     explained,
     find_overdue,
     server_problem,
@@ -422,7 +421,7 @@ class HealthChecks:
 
     def _beat_check(self, facts: Facts) -> HealthCheck:
         """Check that messages of beat arrive, as far as live workers with a broker know."""
-        age_s = beat_age_s(facts.workers)
+        age_s = facts.beat_age_s
         if age_s is None:
             return HealthCheck("beat", True, "unknown, because no worker receives its messages")
         limit = show_duration(self.sweep_limit_s)

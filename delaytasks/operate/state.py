@@ -19,7 +19,7 @@ from sqlalchemy import ColumnElement, Connection, Select, Table, and_, func, sel
 from delaytasks.broker.link import broker_error
 from delaytasks.db.database import Database
 from delaytasks.db.store import Store
-from delaytasks.db.sweep_queries import RegisteredWorker, is_late
+from delaytasks.db.sweep_queries import is_late
 from delaytasks.db.task_rows import distinct_values, has_status, levels_of
 from delaytasks.db.types import db_now_plus, for_database, once
 from delaytasks.model.clock import to_us
@@ -205,13 +205,11 @@ def find_overdue(store: Store, late_s: float) -> Overdue:
         return parts
 
     parts = [part for part in store.database.autocommitted(work) if part]
-    merged = defaultdict[tuple[str, str], list[Any]](list)
-    for queue, tag, *numbers, _, _ in chain.from_iterable(parts):
-        merged[queue, tag].append(numbers)
-    groups = list[tuple[str, str, int, datetime, int]]()
-    for (queue, tag), found in merged.items():
-        tasks, oldest, ids = zip(*found, strict=True)
-        groups.append((queue, tag, sum(tasks), min(oldest), min(ids)))
+    merged = dict[tuple[str, str], tuple[int, datetime, int]]()
+    for queue, tag, tasks, oldest, id, *_ in chain.from_iterable(parts):
+        known, known_oldest, sample = merged.get((queue, tag), (0, oldest, id))
+        merged[queue, tag] = known + tasks, min(known_oldest, oldest), min(sample, id)
+    groups = [(*names, *numbers) for names, numbers in merged.items()]
     groups.sort(key=lambda group: -group[2])
     number = min(sum(int(part[0].total) for part in parts), MAX_COUNTED)
     oldest_of_all = min((part[0].first for part in parts), default=None)
@@ -259,16 +257,6 @@ def groups_of(tasks: Iterable[DelayedTask]) -> list[FailureGroup]:
 
 
 # -- The state of a deployment --------------------------------------------------------------------
-
-
-def beat_age_s(workers: Iterable[RegisteredWorker]) -> float | None:
-    """Return for how many seconds no message of beat has reached a live worker.
-
-    None if no live worker could receive one: none reads these messages, or none has a broker.
-    """
-    services = [worker.services for worker in workers if worker.is_alive]
-    ages = [each.beat_s for each in services if each.broker_down_s is None]
-    return min((age_s for age_s in ages if age_s is not None), default=None)
 
 
 class DeploymentState(Facts):
@@ -332,10 +320,6 @@ class DeploymentState(Facts):
     @property
     def paused(self) -> list[Policy]:
         return [policy for policy in self.policies if policy.is_paused]
-
-    @property
-    def beat_age_s(self) -> float | None:
-        return beat_age_s(self.workers)
 
 
 def ask_broker(runtime: Runtime) -> str | None:

@@ -79,6 +79,16 @@ class Facts:
         """Return the live workers that serve a queue."""
         return [worker for worker in self.alive if worker.serves(queue)]
 
+    @property
+    def beat_age_s(self) -> float | None:
+        """For how many seconds no message of beat has reached a live worker.
+
+        None if no live worker could receive one: none reads these messages, or none has a broker.
+        """
+        services = [worker.services for worker in self.alive]
+        ages = [each.beat_s for each in services if each.broker_down_s is None]
+        return min((age_s for age_s in ages if age_s is not None), default=None)
+
     @cached_property
     def policies(self) -> Sequence[Policy]:
         return self.store.policies.read()
