@@ -604,8 +604,9 @@ class BulkRun:
         audit.begin(LogEntry(id, self._which.move, which, actor, "running", *times, *counts))
         self.result = replace(self.result, runs=(id,))
         try:
-            for _ in self._steps():
-                on_progress(self.result)
+            if locked := self._change(self._ids, on_progress):
+                time.sleep(BUSY_S)
+                self._count(0, len(self._change(locked, on_progress)))
         except BaseException as error:
             state = "stopped" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
             with suppress(StoreUnavailableError):  # the row stays "running"
@@ -624,28 +625,22 @@ class BulkRun:
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def _steps(self) -> Iterator[None]:
-        busy: list[Sequence[int]] = []
-        for start in range(0, len(self._ids), BULK_ROWS):
-            if locked := self._step(self._ids[start : start + BULK_ROWS]):
-                busy.append(locked)
-            yield
-        if busy:
-            time.sleep(BUSY_S)
-        still_busy = 0
-        for left in busy:
-            still_busy += len(self._step(left))
-            yield
-        self._count(0, still_busy)
+    def _change(self, ids: Sequence[int], on_progress: OnProgress) -> Sequence[int]:
+        """Change the tasks; return the ids that other transactions have locked."""
+        locked = list[int]()
+        for start in range(0, len(ids), BULK_ROWS):
+            locked += self._step(ids[start : start + BULK_ROWS])
+            on_progress(self.result)
+        return locked
 
     def _step(self, ids: Sequence[int]) -> list[int]:
         """Change the tasks with these ids; return the ids that other transactions have locked."""
         [run] = self.result.runs
         step = self._store.step(run, self._which, ids, self._to, self._done)
         self._count(len(step.moved), step.refused)
-        if step.moved and self._which.move != "cancel":
-            self._runtime.producer.arm_entries(step.moved)
         if step.moved:
+            if self._which.move != "cancel":
+                self._runtime.producer.arm_entries(step.moved)
             self._runtime.events.emit(EVENTS[self._which.move], count=len(step.moved))
         if step.keyed:
             self._rerun_keyed_tasks(step.keyed)
