@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -40,24 +41,19 @@ with needs_extra("prometheus", "an endpoint for Prometheus"):
     from prometheus_client.registry import Collector
 
 WSGIApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-#: A value, None if there is none now, or the values by the label or by a tuple of labels.
-Values = float | Mapping[Any, float] | None
+#: A value, or the values by the label or by a tuple of labels. None if there is none now.
+Values = float | Mapping[Any, float | None] | None
 
 
-def gauge(name: str, about: str, values: Values, *labels: str) -> Metric:
-    return _filled(GaugeMetricFamily(f"delaytasks_{name}", about, labels=labels), values)
-
-
-def counter(name: str, about: str, values: Values, *labels: str) -> Metric:
-    return _filled(CounterMetricFamily(f"delaytasks_{name}", about, labels=labels), values)
-
-
-def _filled(metric: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
-    if values is None:
-        return metric
-    for labels, value in (values if isinstance(values, Mapping) else {(): values}).items():
-        metric.add_metric([labels] if isinstance(labels, str) else labels, float(value))
+def _metric(family: Any, name: str, about: str, values: Values, *labels: str) -> Any:
+    metric = family(f"delaytasks_{name}", about, labels=labels)
+    for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
+        if value is not None:
+            metric.add_metric([key] if isinstance(key, str) else key, float(value))
     return metric
+
+
+gauge, counter = partial(_metric, GaugeMetricFamily), partial(_metric, CounterMetricFamily)
 
 
 # -- The metrics of a worker ----------------------------------------------------------------------
@@ -103,7 +99,6 @@ class WorkerMetrics(Collector):
         yield gauge("pool_processes", "Processes or threads of the pool.", int(pool.limit or 1))
         yield gauge("pool_chunks", "Chunks that the pool runs.", info["chunks"])
         turned = {name: loop["turned_s_ago"] for name, loop in info["loops"].items()}
-        turned = {name: ago_s for name, ago_s in turned.items() if ago_s is not None}
         about = "The time since the last turn of a loop began."
         yield gauge("loop_turned_seconds", about, turned, "loop")
         events = {**dict.fromkeys(FAULT_EVENTS, 0), **info["events"]}
@@ -201,7 +196,10 @@ def table_metrics(found: DeploymentState) -> Iterator[Metric]:
 
     yield gauge("workers", "Workers that report to the database.", len(found.alive))
     about = "Live workers of each queue that is served or has overdue tasks."
-    yield gauge("queue_workers", about, queue_workers(found), "queue")
+    served = {queue for worker in found.alive for queue in worker.queues} - {ALL_QUEUES}
+    queues = [*dict.fromkeys([group.queue for group in found.late] + sorted(served))]
+    serving = {name: len(found.serving(name)) for name in queues[:MAX_QUEUES]}
+    yield gauge("queue_workers", about, serving, "queue")
     shown = found.workers[:MAX_WORKERS]
     about = "How far the clock of a worker's machine is ahead of the database's clock."
     offsets = {worker.name: worker.clock_offset_s for worker in shown}
@@ -215,13 +213,6 @@ def table_metrics(found: DeploymentState) -> Iterator[Metric]:
     yield gauge("worker_timer_down_seconds", about, down, "worker")
     about = "Time since a worker received beat's last message; absent if no worker can receive one."
     yield gauge("beat_age_seconds", about, found.beat_age_s)
-
-
-def queue_workers(found: DeploymentState) -> dict[str, int]:
-    """Return how many live workers serve each queue that is served or has overdue tasks."""
-    served = {queue for worker in found.alive for queue in worker.queues} - {ALL_QUEUES}
-    names = dict.fromkeys([group.queue for group in found.late] + sorted(served))
-    return {name: len(found.serving(name)) for name in list(names)[:MAX_QUEUES]}
 
 
 # -- Show them over HTTP --------------------------------------------------------------------------
