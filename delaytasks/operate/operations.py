@@ -36,6 +36,7 @@ from delaytasks.model.inputs import (
     parse_instant,
 )
 from delaytasks.model.moves import Status
+from delaytasks.model.policies import MAX_LIMIT
 from delaytasks.model.task import CancelResult, DelayedTask, Page
 
 if TYPE_CHECKING:
@@ -108,13 +109,8 @@ def _parse_end(typed: str, argument: str, zone: tzinfo | None = None) -> datetim
 NO_LIMIT = "none"
 
 
-def _parse_limit(typed: str, argument: str) -> int | str:
-    if typed == NO_LIMIT:
-        return typed
-    if not (typed.isascii() and typed.isdecimal() and len(typed) < 12):
-        rule = f'{argument} is a number, or "{NO_LIMIT}", not {typed!r:.40}'
-        raise InvalidInputError(rule, argument)
-    return int(typed)
+def _parse_limit(typed: str, argument: str) -> Any:
+    return typed if typed == NO_LIMIT else integer(0, MAX_LIMIT).parse(typed, argument)
 
 
 def parse_pair(typed: str, argument: str) -> tuple[str, str]:
