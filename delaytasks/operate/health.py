@@ -70,14 +70,10 @@ def since_text(seconds: float, now: datetime, zone: tzinfo) -> str:
     return f"since {at} ({show_duration(seconds)})"
 
 
-def tasks_are(number: int) -> str:
-    """Return, for example, "1 task is" or "1,200 tasks are"."""
-    return f"{count(number, 'task')} {'is' if number == 1 else 'are'}"
-
-
-def have_failed(number: int, noun: str, of: str = "") -> str:
-    """Return, for example, "1 run of mail.send has failed" or "12 tasks have failed"."""
-    return f"{count(number, noun)}{of} {'has' if number == 1 else 'have'} failed"
+def counted(number: int, verbs: str, noun: str = "task", tag: str = "") -> str:
+    """Return, for example, "1 task is" or "12 tasks of mail.send are" for the verbs "is are"."""
+    of = f" of {tag}" if tag else ""
+    return f"{count(number, noun)}{of} {verbs.split()[number != 1]}"
 
 
 LATE_MINUTES = LATE_RANGE.total_seconds() / 60
@@ -97,8 +93,8 @@ def _failures(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     all_failed = state.rows["FAILED"]
     for group in news:
         least = "" if state.has_all_failures else "At least "
-        failed = have_failed(group.runs, "task", f" of {group.tag}")
-        text = f"{least}{failed} since {clock_time(group.first_at, state.now, zone)}"
+        have = counted(group.runs, "has have", tag=group.tag)
+        text = f"{least}{have} failed since {clock_time(group.first_at, state.now, zone)}"
         where = {"status": "FAILED", **group.filters}
         flaw = f"{count(all_failed, 'task')} failed"
         yield Problem("bad", f"{text}: {group.summary}", "tasks", where, flaw)
@@ -114,8 +110,8 @@ def _retried(state: DeploymentState) -> Iterator[Problem]:
     last = {group.tag: group for group in reversed(state.retried)}
     for tag, runs in sorted(state.runs.items(), key=lambda each: -each[1].retried):
         if runs.retried and tag in last:
-            failed = have_failed(runs.retried, "run", f" of {tag}")
-            text = f"{failed} in the last {LATE_MINUTES:g} minutes, and will be retried: "
+            have = counted(runs.retried, "has have", "run", tag)
+            text = f"{have} failed in the last {LATE_MINUTES:g} minutes, and will be retried: "
             is_much = runs.retried > max(FEW_RUNS, SMALL_SHARE * runs.started)
             flaw = f"runs of {tag} fail and are retried" if is_much else ""
             level: Severity = "warning" if is_much else "note"
@@ -168,13 +164,13 @@ def _headline(state: DeploymentState, flaw: str) -> str:
         return "Idle. No worker is alive, and no task waits."
     if state.overdue:
         late = show_duration(state.oldest_overdue_s)
-        return f"Late. {tasks_are(state.overdue)} overdue, the oldest by {late}."
+        return f"Late. {counted(state.overdue, 'is are')} overdue, the oldest by {late}."
     return f"On time, but {flaw}." if flaw else "On time."
 
 
 def _stopped(state: DeploymentState) -> Iterator[Problem]:
     numbers = {"waiting": state.rows["NOT_COMPLETE"], "running": state.rows["RUNNING"]}
-    tasks = [f"{tasks_are(number)} {word}" for word, number in numbers.items() if number]
+    tasks = [f"{counted(number, 'is are')} {word}" for word, number in numbers.items() if number]
     if tasks and not state.alive:
         text = f"No worker is alive, and {' and '.join(tasks)}. Start a worker."
         yield Problem("bad", text, "workers")
@@ -184,8 +180,8 @@ def _late(state: DeploymentState) -> Iterator[Problem]:
     for late in state.late:
         if not state.alive and late.reason.code == "no_worker":
             continue  # the problem of all workers explains it
-        age, verb = show_duration(late.late_s), "is" if late.tasks == 1 else "are"
-        text = f"{count(late.tasks, 'task')} of {late.tag} {verb} overdue by up to {age}. "
+        are, age = counted(late.tasks, "is are", tag=late.tag), show_duration(late.late_s)
+        text = f"{are} overdue by up to {age}. "
         level: Severity = "warning" if late.reason.code in ("paused", "limit") else "bad"
         where = {"tag": late.tag, "status": "NOT_COMPLETE"}
         yield Problem(level, text + late.reason.text, "tasks", where)
@@ -263,16 +259,15 @@ def _lost(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
 
 def _limited(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     """Name the tags whose limit holds tasks back."""
-    found = [each for each in state.policies if each.has_limits and not each.is_paused]
-    found = [each for each in found if each.held]
-    all_held = sum(policy.held or 0 for policy in found)
-    flaw = f"{count(all_held, 'task')} {'waits' if all_held == 1 else 'wait'} for a limit"
-    for policy in found:
-        verb, oldest = ("waits", "") if policy.held == 1 else ("wait", ", the oldest")
-        tasks = f"{count(policy.held or 0, 'task')} of {policy.name}"
-        text = f"{tasks} {verb} for its limit ({limits_of(policy)})"
+    limited = (each for each in state.policies if each.has_limits and not each.is_paused)
+    found = [(policy, policy.held) for policy in limited if policy.held]
+    flaw = f"{counted(sum(held for _, held in found), 'waits wait')} for a limit"
+    for policy, held in found:
+        wait = counted(held, "waits wait", tag=policy.name)
+        text = f"{wait} for its limit ({limits_of(policy)})"
         if policy.held_since is not None and policy.held_since < state.now:
             waited_s = (state.now - policy.held_since).total_seconds()
+            oldest = ", the oldest" if held > 1 else ""
             text += f"{oldest} {since_text(waited_s, state.now, zone)}"
         yield Problem("warning", f"{text}.", "policies", flaw=flaw)
 
