@@ -89,10 +89,8 @@ def _check_visibility(runtime: Runtime) -> None:
     try:
         visible_s = None if visibility is None else float(visibility)
     except (TypeError, ValueError):
-        raise ConfigError(
-            f"visibility_timeout = {shown(visibility)} in broker_transport_options is no "
-            "number of seconds"
-        ) from None
+        given = f"visibility_timeout = {shown(visibility)} in broker_transport_options"
+        raise ConfigError(f"{given} is no number of seconds") from None
     if horizon is not None and visible_s is not None and horizon >= visible_s:
         raise ConfigError(
             f"delaytasks_horizon = {horizon:g} s is not below the broker's "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.loops import CallGroup, twin
 from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.inputs import actor_of, check_delay, check_instant
+from delaytasks.model.inputs import actor_of, check_delay, check_instant, invalid
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import (
     UNCHANGED,
@@ -93,11 +93,9 @@ class PolicyCalls(CallGroup):
             else:
                 until = now + check_delay(until, "until")
             if until <= now:
-                raise InvalidInputError(
-                    f"until is over, as it is {now:%Y-%m-%d %H:%M:%S} UTC: pass a later instant, a "
-                    "time from now such as '2h', or call resume",
-                    "until",
-                )
+                remedy = "pass a later instant, a time from now such as '2h', or call resume"
+                problem = f"is over, as it is {now:%Y-%m-%d %H:%M:%S} UTC: {remedy}"
+                raise invalid("until", problem)
         return self._change(of, {"is_paused": True, "paused_until": until}, actor)
 
     apause = twin(pause)
@@ -181,11 +179,9 @@ class PolicyCalls(CallGroup):
         if kind == "queue":
             rule = f"queue {name!r} can be paused, and limits are for tags: name its tags"
             raise InvalidInputError(rule, "queue")
-        changes: dict[str, Any] = {}
         limits = {"concurrency": concurrency, "concurrency_per_key": concurrency_per_key}
-        for limit, value in limits.items():
-            if value is not UNCHANGED:
-                changes[limit] = check_limit(value, limit)
+        given = [(limit, value) for limit, value in limits.items() if value is not UNCHANGED]
+        changes: dict[str, Any] = {limit: check_limit(value, limit) for limit, value in given}
         if rate is not UNCHANGED:
             changes["rate"], changes["rate_period_s"] = parse_rate(rate)
         if not changes:

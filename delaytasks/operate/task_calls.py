@@ -395,10 +395,8 @@ class Bulk(CallGroup):
         >>> delays.bulk.reschedule(jitter="10m", tag="mail.send", since=nine, until=ten)
         """
         if [delay, at, by, jitter].count(None) != 3:
-            raise InvalidInputError(
-                "give a delay, an instant (at), a shift (by) or a period (jitter), one of the four",
-                "delay",
-            )
+            rule = "give a delay, an instant (at), a shift (by) or a jitter, one of the four"
+            raise InvalidInputError(rule, "delay")
         to: To
         if jitter is not None:
             over_s = check_wait(jitter, "jitter", MAX_DELAY_S, may_be_zero=False)
@@ -511,16 +509,12 @@ def _cancel_of(runtime: Runtime, entry: object) -> LogEntry:
     if found is None:
         raise InvalidInputError(f"there is no log entry {id}; it may have been purged", "entry")
     if found.action != "cancel":
-        raise InvalidInputError(
-            f"log entry {id} is of the operation {found.action!r}; only the tasks of a "
-            "cancel can be rerun by their log entry",
-            "entry",
-        )
+        rule = "only the tasks of a cancel can be rerun by their log entry"
+        raise InvalidInputError(f"log entry {id} is of a {found.action}; {rule}", "entry")
     is_recent = runtime.clock.now() - found.seen_at < timedelta(seconds=RUNNING_S)
     if found.state == "running" and is_recent:
-        raise InvalidInputError(
-            f"log entry {id} is of an operation that still runs: wait until it has ended", "entry"
-        )
+        problem = f"the operation of log entry {id} still runs: wait until it has ended"
+        raise InvalidInputError(problem, "entry")
     return found
 
 
