@@ -242,13 +242,9 @@ def _unserved(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
     has_none = all(each.tags is not None and not known_as & each.tags for each in serving)
     if has_none and _deferral(task) != "no_processor":  # the row tells it, and the next try
         names = some_values([each.name for each in serving], MOST_NAMES)
-        yield Reason(
-            "no_processor",
-            f"No worker of the queue {task.queue} has a processor for the tag {task.tag} "
-            f"({names}).",
-            "Import the module of the processor in the worker (Celery's imports or include), "
-            "or correct the tag.",
-        )
+        sentence = f"No worker of the queue {task.queue} has a processor for the tag {task.tag}"
+        imports = "Import the module of the processor in the worker (Celery's imports or include)"
+        yield Reason("no_processor", f"{sentence} ({names}).", f"{imports}, or correct the tag.")
 
 
 def _no_worker(facts: Facts, queue: str) -> Reason:
@@ -312,12 +308,9 @@ def _all_busy(facts: Facts, queue: str) -> Reason | None:
         f"{tag} ({number:,}, the first since {show_duration(for_s)})"
         for tag, number, for_s in running
     )
-    return Reason(
-        "busy",
-        f"{sentence}: they have been busy for long with {named}.",
-        "If they hang, give their processors a time_limit, and restart the workers.",
-        running[0][0],
-    )
+    text = f"{sentence}: they have been busy for long with {named}."
+    remedy = "If they hang, give their processors a time_limit, and restart the workers."
+    return Reason("busy", text, remedy, running[0][0])
 
 
 def _transport(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
@@ -332,12 +325,10 @@ def _transport(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
     if error is not None:
         yield Reason("broker_down", broker_down(error), "Bring the broker back.")
     if timer is not None and not timer.is_reachable():
-        yield Reason(
-            "timer_down",
-            f"The Redis of the timer does not answer: no answer within {limit_s:g} s. Until it "
-            "does, the sweep finds the task when it is overdue.",
-            "Bring this Redis back (delaytasks_timer).",
-        )
+        sentence = f"The Redis of the timer does not answer: no answer within {limit_s:g} s."
+        effect = "Until it does, the sweep finds the task when it is overdue."
+        remedy = "Bring this Redis back (delaytasks_timer)."
+        yield Reason("timer_down", f"{sentence} {effect}", remedy)
 
 
 def broker_down(error: str) -> str:
@@ -349,12 +340,10 @@ def broker_down(error: str) -> str:
 def _expired(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
     late_s, max_late_s = (facts.now - task.due).total_seconds(), task.max_late_s
     if max_late_s is not None and late_s > max_late_s:
-        yield Reason(
-            "expired",
-            f"It has expired: it may be {show_duration(max_late_s)} late. The worker that takes it "
-            "cancels it instead of running it.",
-            f"To run it nevertheless: delaytasks reschedule {task.id} --delay 0",
-        )
+        sentence = f"It has expired: it may be {show_duration(max_late_s)} late."
+        effect = "The worker that takes it cancels it instead of running it."
+        remedy = f"To run it nevertheless: delaytasks reschedule {task.id} --delay 0"
+        yield Reason("expired", f"{sentence} {effect}", remedy)
 
 
 # -- a task that runs or has ended ----------------------------------------------------------------
@@ -390,12 +379,9 @@ def _cancelled(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
     if (task.cancel_request or ASKED) != ASKED:  # a cancel of many tasks leaves its log entry
         entry = facts.first(select(a.id, a.actor).where(a.id == task.cancel_request))
     by = "" if entry is None else f" by {entry.actor} (entry {entry.id} of the log)"
-    yield Reason(
-        "cancelled",
-        f"It was cancelled{_at(task.update_time)}{by}{f': {error}' if error else ''}.",
-        f"To run it nevertheless: delaytasks rerun {task.id}",
-        "" if entry is None else entry.actor,
-    )
+    text = f"It was cancelled{_at(task.update_time)}{by}{f': {error}' if error else ''}."
+    remedy = f"To run it nevertheless: delaytasks rerun {task.id}"
+    yield Reason("cancelled", text, remedy, "" if entry is None else entry.actor)
 
 
 _OF_STATUS: dict[Status, Rule] = {
