@@ -201,8 +201,7 @@ def _late_starts(state: DeploymentState) -> Iterator[Problem]:
 
 def _services(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     if state.problem == NO_STANDBY:
-        text = f"The database may lose or delay commits: {NO_STANDBY}."
-        yield Problem("warning", text)
+        yield Problem("warning", f"The database may lose or delay commits: {NO_STANDBY}.")
     if state.broker_error:
         text, flaw = broker_down(state.broker_error), "the broker does not answer"
         yield Problem("warning", text, "workers", flaw=flaw)
@@ -211,11 +210,9 @@ def _services(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
         return
     age_s = state.beat_age_s
     if age_s is not None and age_s > LEAST_OUTAGE_S and not state.broker_error:
-        text = (
-            f"No message of beat has arrived {since_text(age_s, state.now, zone)}. The workers "
-            "sweep by themselves, less often. Is celery beat running?"
-        )
-        yield Problem("warning", text)
+        text = f"No message of beat has arrived {since_text(age_s, state.now, zone)}."
+        effect = "The workers sweep by themselves, less often. Is celery beat running?"
+        yield Problem("warning", f"{text} {effect}")
 
 
 _RESTART = "run again elsewhere, at the latest when their leases end."
@@ -235,11 +232,9 @@ def _workers(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
             # If the broker is down for everyone, that is one problem.
             if down_s is not None and down_s > LEAST_OUTAGE_S and not state.broker_error:
                 since = since_text(down_s, state.now, zone)
-                text = (
-                    f"The worker {name} has not reached {service} {since}. It finds due tasks in "
-                    "the table, so they start some seconds late."
-                )
-                yield Problem("warning", text, "workers")
+                text = f"The worker {name} has not reached {service} {since}."
+                effect = "It finds due tasks in the table, so they start some seconds late."
+                yield Problem("warning", f"{text} {effect}", "workers")
 
 
 def _lost(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
