@@ -51,12 +51,14 @@ def find_app(name: str) -> Any:
     remedy = "; run the command in the folder of the module, or set PYTHONPATH"
     with import_errors(f"the app {name!r}", [name.partition(":")[0]], remedy):
         try:
-            found, problem = find(name), "is no Celery app"
+            found = find(name)
         except AttributeError as error:
-            found, problem = None, f"has no Celery app: {error}"
-    if not isinstance(found, Celery):
-        raise ConfigError(f"{name!r} {problem}; name it, as -A package.module:app")
-    return found
+            problem = f"has no Celery app: {error}"
+        else:
+            if isinstance(found, Celery):
+                return found
+            problem = f"is no Celery app but a {type(found).__name__}"
+    raise ConfigError(f"{name!r} {problem}; name it, as -A package.module:app")
 
 
 @contextmanager

@@ -100,7 +100,7 @@ OF_APP = (
 #: A module of an app, what its error says, and whether a traceback shows the place of the error.
 UNUSABLE = [
     ("x = 1", "has no Celery app", False),
-    ("app = object()", "is no Celery app", False),
+    ("app = object()", "is no Celery app but a object", False),
     (
         f"{CELERY}; app = Celery('plain')",
         "has no delayed tasks; make one with DelayTasks(app)",
