@@ -153,16 +153,20 @@ def _perform(delays: DelayTasks, keys: ApiKeys | ApiKeyFile, route: Route, **pat
     if key is None:
         said = "The header Authorization has no known API key: send 'Bearer dtk_…'."
         raise exceptions.Unauthorized(said, www_authenticate=WWWAuthenticate("bearer"))
+    refusal = exceptions.Forbidden(
+        f"The scopes of this API key do not allow it: {route.name} requires {route.requires}."
+    )
+    is_for_all = route.operation.who in key.rights
+    if not is_for_all and not (key.tags and route.is_of_tag):
+        raise refusal
     given = _body(route) if route.has_body else _query(route)
     check_value(given, route.schema, "the body" if route.has_body else "the query")
     values = {name: route.parameters[name].read(value) for name, value in given.items()}
     if path:
         values["task"] = path["id"]
     once = _idempotency_key(route)
-    if not _may(delays, key, route, values):
-        raise exceptions.Forbidden(
-            f"The scopes of this API key do not allow it: {route.name} requires {route.requires}."
-        )
+    if not is_for_all and not _covers(delays, key, values):
+        raise refusal
     if route.takes_idempotency_key:
         _check_new(delays, key, values, once)
     if once is None:
@@ -170,16 +174,12 @@ def _perform(delays: DelayTasks, keys: ApiKeys | ApiKeyFile, route: Route, **pat
     return _json(_scheduled_once(delays, route, values, [key.name, once]).as_json())
 
 
-def _may(delays: DelayTasks, key: ApiKey, route: Route, values: Mapping[str, Any]) -> bool:
-    """Return whether a key allows a request.
+def _covers(delays: DelayTasks, key: ApiKey, values: Mapping[str, Any]) -> bool:
+    """Return whether the scopes of a key cover the tag that a request concerns.
 
     If the caller's scopes do not cover the tag of the task in the path, the error is that of a
     missing task, so that callers cannot find out which ids exist.
     """
-    if route.operation.who in key.rights:
-        return True
-    if not (key.tags and route.is_of_tag):
-        return False
     if "task" not in values:
         return key.covers(values.get("tag", CALLBACK))
     with suppress(TaskNotFoundError):

@@ -28,6 +28,10 @@ def test_no_key_schedules_tasks_that_send_messages(shop: ApiCaller, tag: str) ->
     assert shop("POST", "/v1/tasks", {"tag": tag, "delay": 1}).status_code in (400, 403)
 
 
+def test_a_key_without_the_right_learns_nothing_of_what_a_request_lacks(site: ApiSite) -> None:
+    assert site.caller("read")("POST", "/v1/tasks", {"nonsense": 1}).status_code == 403
+
+
 #: What a request presents, with `{}` for the key.
 PRESENTED = ["", "Basic {}", "Bearer ", "Bearer dtk_secret", "Bearer {:.40}", "Bearer xyz{}"]
 
