@@ -154,10 +154,9 @@ class ClaimTexts:
         return f"strftime({_SQLITE_INSTANT}, '{seconds:+.6f} seconds')"
 
     def use_index(self, name: str) -> str:
-        """Let MySQL use the index of this name.
+        """Let MySQL use this index rather than scan a small table.
 
-        It would rather scan a small table. It locks each row that it reads for a moment, and a
-        claim of another queue would skip the row meanwhile.
+        It locks each row that it reads for a moment, and a claim of another queue would skip it.
         """
         return ""
 
@@ -179,7 +178,8 @@ class ClaimTexts:
         # The status and the lapses are columns, although most have the same value in all rows: with
         # constants planners would expect one row, and compare all rows with each other.
         return f"""
-            SELECT {shown} FROM {self._tasks} JOIN ({self._json_query}) AS w ON id = wanted_id
+            SELECT {shown} FROM {self._tasks} {self.use_index("PRIMARY")}
+            JOIN ({self._json_query}) AS w ON id = wanted_id
             WHERE {self._fence("wanted_version", "wanted_status", "most_lapses")}
             {self.is_also_listed} ORDER BY id {self.lock}"""
 

@@ -176,7 +176,7 @@ FOR UPDATE SKIP LOCKED;
 SELECT id, tag, message_body, expected_time, status, version, queue, priority, task_key,
     delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
     late_by
-FROM yb_delay_task_message
+FROM yb_delay_task_message FORCE INDEX (`PRIMARY`)
 JOIN (SELECT * FROM JSON_TABLE(:rows, '$[*]' COLUMNS (
     wanted_id BIGINT PATH '$.wanted_id',
     wanted_version BIGINT PATH '$.wanted_version',

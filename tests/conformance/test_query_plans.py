@@ -175,11 +175,15 @@ def most_pages(shown: str) -> int:
     return max(sum(map(int, re.findall(r"(?:hit|read)=(\d+)", line))) for line in lines)
 
 
-def test_claims_lock_no_rows_of_other_queues_although_the_table_is_small(database_url: str) -> None:
+@pytest.mark.parametrize("queues", ["aaab", "aaaaaaab"], ids=["by_id", "by_time"])
+def test_claims_lock_no_rows_of_other_queues_although_the_table_is_small(
+    database_url: str, queues: str
+) -> None:
+    """With so many rows of its own queue, a claim without a hint would always scan."""
     with planned_world(database_url, "small_") as world:
         if world.kind == "postgresql":
             return  # its planner reads a small table as a whole, and locks only the rows it wants
-        rows = world.put_each("aaabbaac")
+        rows = world.put_each(queues)
         some, past = rows[:3], world.now() - timedelta(seconds=10)
         works: list[Callable[[], object]] = [
             lambda: world.claim(*some),
