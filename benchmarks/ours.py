@@ -18,8 +18,6 @@ QUEUE = "bench_celery"
 TAG = "bench.note"
 #: Works for a number of seconds, then records the time.
 WORK = "bench.work"
-#: Runs as long as its body says, and records 1 at its begin and -1 at its end.
-SLOW = "bench.slow"
 
 
 def make(timer: str = "eta", **settings: Any) -> tuple[Celery, DelayTasks]:
@@ -30,10 +28,7 @@ def make(timer: str = "eta", **settings: Any) -> tuple[Celery, DelayTasks]:
     if folder := os.environ.get("BENCH_DATA_DIR"):
         # The folder in which the console finds its users.
         settings["data_dir"] = folder
-    found = DelayTasks(
-        made, database_url(), namespace=NAMESPACE, callback_allow="127.0.0.1", **settings
-    )
-    return made, found
+    return made, DelayTasks(made, database_url(), namespace=NAMESPACE, **settings)
 
 
 app, delays = make(os.environ.get("BENCH_TIMER", "eta"))
@@ -53,10 +48,3 @@ def note_celery_task(due: float) -> None:
 def work(body: Any) -> None:
     time.sleep(body["seconds"])
     note(body["due"])
-
-
-@delays.processor(SLOW)
-def slow(body: Any) -> None:
-    note(1)
-    time.sleep(body["seconds"])
-    note(-1)

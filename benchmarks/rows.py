@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, create_engine, exists, func, insert, select, text
@@ -18,8 +17,6 @@ from delaytasks.db.statements import NEW_COLUMNS
 from delaytasks.db.store import Store
 from delaytasks.db.types import db_now
 from delaytasks.model.moves import Status
-from delaytasks.recurring.creation import RecurringTable
-from delaytasks.recurring.definition import Definition
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import load_settings
 
@@ -174,19 +171,6 @@ class Rows:
                           WHERE indrelid = to_regclass('{self._t.name}'))
             ORDER BY relkind DESC, relname""")
         return [tuple(row) for row in self.read(query)]
-
-    def fill_recurring(self, timings: Iterable[tuple[str, str]]) -> None:
-        """Store a recurring schedule for each cron expression and time zone."""
-        now = self._runtime.clock.certain_now()
-        table = RecurringTable(self._database, self.schema)
-        made = []
-        for number, (cron, tz) in enumerate(timings):
-            new = Definition(f"r{number}", TAG, {"due": 0}, cron, {"tz": tz}).checked(self._runtime)
-            next_at = new.parsed().after(now)
-            stored = replace(new, id=number, next_at=next_at, create_time=now, update_time=now)
-            made.append(table.values(stored))
-        with self._database.begin() as connection:
-            connection.execute(insert(self.schema.recurring), made)
 
     @contextmanager
     def session(self) -> Iterator[Session]:

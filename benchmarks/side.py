@@ -153,38 +153,21 @@ class Side:
             **variables,
         }
         self._pool = {"pool": pool, "processes": str(processes)}
-        if self.system.is_one_process:
-            self._serve_in_producer()
-            return
         self.running = [self._start_worker(f"{self.name}{n}") for n in range(workers)]
         if self.system.beat:
             self._beat = [self._start(self.system.beat, "beat", **self._variables)]
         self._wait_for_pings([f"{self.name}{n}" for n in range(workers)])
-
-    def restart(self, place: int) -> None:
-        """Send TERM to a worker, and start a successor as soon as it has ended."""
-        for part in self.running[place]:
-            part.stop()
-        self.running[place] = self._start_worker(f"{self.name}{place}")
-        self._wait_for_pings([f"{self.name}{place}"])
 
     def kill(self, place: int) -> None:
         for part in self.running.pop(place):
             part.kill()
 
     def kill_a_busy_one(self) -> None:
-        """Kill all processes of the worker that begins the next task, as a power failure does.
-
-        A system with one process is restarted immediately.
-        """
+        """Kill all processes of the worker that begins the next task, as a power failure does."""
         before = len(self._begun())
         what = f"{self.system.title} to begin a task"
         wait_until(lambda: len(self._begun()) > before, BEGIN_S, what, 0.01)
         last = self._begun()[-1]
-        if self.system.is_one_process:
-            self._producers[0].kill()
-            self._serve_in_producer()
-            return
         busy = [
             place
             for place, parts in enumerate(self.running)
@@ -200,12 +183,6 @@ class Side:
     def _begun(self) -> list[int]:
         """Return the processes that began tasks, in order, if tasks take time."""
         return [-int(note.due) for note in self.notes.read() if note.due < 0]
-
-    def _serve_in_producer(self) -> None:
-        for producer in self._producers:
-            producer.stop()
-        self._start_producers(1, self._variables)
-        self._ask("serve", START_S)
 
     def _start_producers(self, count: int, variables: Mapping[str, str]) -> None:
         command = self.system.producer
@@ -336,8 +313,7 @@ class Side:
 
     def usage(self) -> Usage:
         """Return the memory of the workers, and the CPU time of workers and beat."""
-        running = [self._producers] if self.system.is_one_process else self.running
-        parts = [part for each in running for part in each]
+        parts = [part for each in self.running for part in each]
         cpu = usage([part.pid for part in [*parts, *self._beat]])
         return Usage(cpu.cpu_s, usage([part.pid for part in parts]).rss_mb)
 

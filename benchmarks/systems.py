@@ -49,13 +49,6 @@ class System:
     has_bulk: bool = True
     #: The tasks that an event loop of a worker runs at a time.
     concurrency: int = 1
-    #: The maximum number of tasks due together; with more, the system runs no task at all.
-    most_due_together: int | None = None
-
-    @property
-    def is_one_process(self) -> bool:
-        """Whether tasks run only in the process that schedules them."""
-        return not self.worker
 
     @property
     def launcher(self) -> tuple[str, ...]:
@@ -133,7 +126,6 @@ def _python(name: str, title: str, server: str, *worker: str, packages: str, **m
     return System(name, title, (server,), producer, worker, packages, **more)
 
 
-_CLIENT = "redis[hiredis]==5.3.1"  # arq allows nothing newer
 _ALL = [
     _ours("delaytasks", "delaytasks", DATABASE, BROKER),
     _ours("ours_redis", "delaytasks, timer redis", DATABASE, REDIS, timer="redis"),
@@ -173,18 +165,6 @@ _ALL = [
         packages="procrastinate==3.10.0 psycopg[binary]==3.3.9",
         concurrency=30,
     ),
-    # A concurrency of 100 each, and it polls every 100 ms instead of 200 and 250 ms:
-    # awa/docs/configuration.md. All tasks of a bulk call are due at the same instant. It moves
-    # 4,096 due tasks with one statement that has 18 parameters per task, and PostgreSQL accepts
-    # 65,535.
-    _python(
-        "awa",
-        "awa-pg",
-        POSTGRESQL,
-        *[f"{_PROGRAMS}.awa work"] * 2,
-        packages="awa-pg==0.6.9",
-        most_due_together=3640,
-    ),
     # `concurrency: 100`, finished jobs removed: https://docs.bullmq.io/guide/
     # parallelism-and-concurrency. Its due times are whole milliseconds.
     System(
@@ -203,56 +183,7 @@ _ALL = [
         "Dramatiq",
         REDIS,
         f"dramatiq {_PROGRAMS}.dramatiq --processes {{processes}} --threads 8",
-        packages=f"dramatiq==2.2.1 {_CLIENT}",
-        has_bulk=False,
-    ),
-    # No results; its scheduler polls every second, the shortest interval that it allows:
-    # https://huey.readthedocs.io/en/latest/consumer.html
-    _python(
-        "huey",
-        "huey",
-        REDIS,
-        f"huey.bin.huey_consumer {_PROGRAMS}.huey.huey -k process -w {{processes}}",
-        packages=f"huey==3.5.4 {_CLIENT}",
-        has_bulk=False,
-    ),
-    # `SimpleWorker`s, which fork for no job, as it advises for very short jobs; results dropped:
-    # rq/docs/benchmark.md. It polls once a second, and its due times are whole seconds.
-    _python(
-        "rq",
-        "RQ",
-        REDIS,
-        "rq.cli worker-pool --num-workers {processes} --url {redis} --worker-class "
-        "rq.worker.SimpleWorker",
-        packages=f"rq==2.12.0 {_CLIENT}",
-    ),
-    # `max_jobs = 100`, results dropped; it polls every 0.1 s instead of 0.5 s:
-    # https://arq-docs.helpmanual.io/
-    _python(
-        "arq",
-        "arq",
-        REDIS,
-        *[f"arq {_PROGRAMS}.arq.WorkerSettings"] * 2,
-        packages=f"arq==0.28.0 {_CLIENT}",
-        has_bulk=False,
-    ),
-    # A concurrency of 10, as in its own benchmark: saq/benchmarks/simple.py. It polls once a
-    # second.
-    _python(
-        "saq",
-        "SAQ",
-        REDIS,
-        f"saq {_PROGRAMS}.saq.settings --workers {{processes}}",
-        packages=f"saq==0.26.4 {_CLIENT}",
-        has_bulk=False,
-    ),
-    # One process with 20 threads, because its store cannot be shared; late jobs run nevertheless:
-    # https://apscheduler.readthedocs.io/en/3.x/faq.html
-    _python(
-        "apscheduler",
-        "APScheduler",
-        POSTGRESQL,
-        packages="apscheduler==3.11.3 sqlalchemy==2.1.9 psycopg2-binary==2.9.13",
+        packages="dramatiq==2.2.1 redis[hiredis]==5.3.1",
         has_bulk=False,
     ),
 ]

@@ -86,20 +86,6 @@ _ALL = [
     ),
     Case("overload_random", _of("depth", "overload", in_order=False), needs_postgresql=True),
     Case("growth", _of("depth", "growth"), needs_postgresql=True),
-    Case("kill", _of("faults", "kill"), targets={"latest, s": "<= 9"}),
-    Case(
-        "deploy",
-        _of("faults", "deploy"),
-        targets={"most lateness, ms": "<= 1000", "lost, tasks": "<= 0", "twice, tasks": "<= 0"},
-    ),
-    Case("limits", _of("features", "limits"), targets={"ideal, ratio": ">= 0.9"}),
-    Case("callbacks", _of("features", "callbacks"), targets={"sent/s": ">= 1000"}),
-    Case(
-        "recurring",
-        _of("features", "recurring"),
-        targets={"of a core": "<= 5", "both, ratio": "<= 1.2"},
-        needs_postgresql=True,
-    ),
     Case(
         "at_size",
         _of("at_size", "at_size"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 import urllib.request
@@ -15,12 +14,12 @@ from sqlalchemy import insert, select, update
 
 from benchmarks import ours
 from benchmarks.cases.loads import run_steadily
-from benchmarks.clients import USER
 from benchmarks.figures import late, percentile
 from benchmarks.processes import BenchmarkProcess, free_port
 from benchmarks.run import Stage
 from benchmarks.servers import POSTGRESQL
 from benchmarks.side import Figures, Side
+from benchmarks.viewers import USER
 from benchmarks.waiting import BenchError, wait_until
 from delaytasks import Status
 from delaytasks.console.application import USERS
@@ -141,9 +140,6 @@ def _read(address: str) -> str:
 
 def _page_times(stage: Stage, address: str, failed_id: str, key: str) -> Figures:
     """Read all pages in turn. The first turn is not measured, since it loads code."""
-    link = re.search(r'href="/(failures/[^"]+)"', _read(address + "failures"))
-    if link is None:
-        raise BenchError("the page of failures has no group")
     pages = {
         "overview": "",
         "overview of two days": "?period=two+days",
@@ -157,7 +153,6 @@ def _page_times(stage: Stage, address: str, failed_id: str, key: str) -> Figures
         "tasks by meta": f"tasks?status=FAILED&meta=order%3D{failed_id}",
         "tasks by error": "tasks?status=FAILED&error=is+not+paid",
         "one tag": "tag?name=shop.0",
-        "failures of one error": link[1],
         "one task": f"tasks/{failed_id}",
     }
     others = "tags failures recurring policies queues workers audit"
@@ -189,7 +184,7 @@ def _database_percent(side: Side, seconds: int) -> float:
 @contextmanager
 def _viewing(side: Side, address: str, count: int) -> Iterator[None]:
     """Let some viewers look at the overview."""
-    command = ["benchmarks.clients", "viewers", address, str(count)]
+    command = ["benchmarks.viewers", address, str(count)]
     viewers = BenchmarkProcess("viewers", command, side.folder)
     try:
         viewers.expect("ready", 60)

@@ -52,25 +52,11 @@ def burst_single(stage: Stage, side: Side, leads: Sequence[int] = NEAR_S) -> Fig
 
 
 def burst(
-    stage: Stage,
-    side: Side,
-    what: str,
-    count: int,
-    leads: Sequence[int],
-    producers: int = 0,
-    begin: Callable[[], None] | None = None,
+    stage: Stage, side: Side, what: str, count: int, leads: Sequence[int], producers: int = 0
 ) -> Figures:
-    """Schedule tasks due at one instant: in bulk, or one by one in several producers. `begin` is
-    called before.
-    """
-    most = side.system.most_due_together or count
-    if count > most:
-        stage.remark(side.name, f"{most:,} tasks, since it runs none if more are due together")
-    count = min(most, count)
+    """Schedule tasks due at one instant: in bulk, or one by one in several producers."""
     for lead in leads:
         with side.serving(producers=producers or 1):
-            if begin is not None:
-                begin()
             meter, due = CpuMeter(side), wall() + lead
             schedule = side.schedule if producers else side.schedule_many
             made = schedule(count, due, due, lead - 2)

@@ -8,18 +8,14 @@ its program is also the worker: `… work`.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.notes import compute, computes, note, note_begin, takes_s
 from benchmarks.waiting import wall
-
-#: Concurrent calls, for systems with an event loop and without a bulk call.
-CONCURRENT_CALLS = 20
 
 
 class Program(ABC):
@@ -40,10 +36,6 @@ class Program(ABC):
         for due in dues:
             await self.schedule(due)
 
-    async def serve(self) -> None:
-        """Begin to run tasks in this process, if the system has no workers."""
-        raise NotImplementedError
-
     async def work(self) -> None:
         """Run a worker, if the system has no command for it."""
         raise NotImplementedError
@@ -60,12 +52,6 @@ async def run(due: float) -> None:
         else:
             await asyncio.sleep(seconds)
     note(due, began)
-
-
-def by_due(dues: Sequence[float]) -> Iterator[tuple[float, int]]:
-    """Group tasks by due time, for systems whose bulk call has one due time."""
-    for due, same in itertools.groupby(dues):
-        yield due, sum(1 for _ in same)
 
 
 class Producer:
@@ -108,10 +94,6 @@ class Producer:
             await self._schedule([now + delay for delay in delays[made : made + batch]])
             made += batch
         return {"tasks": made, "took_s": wall() - began}
-
-    async def serve(self) -> dict[str, Any]:
-        await self._program.serve()
-        return {}
 
     async def _schedule(self, dues: Sequence[float]) -> None:
         if len(dues) == 1:
