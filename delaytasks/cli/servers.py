@@ -18,8 +18,8 @@ from delaytasks.cli.output import Table
 from delaytasks.http_api.api_keys import API_KEYS, ApiKeyFile
 from delaytasks.model.errors import ConfigError, InvalidInputError
 from delaytasks.model.text import needs_extra
-from delaytasks.operate.monitoring import NAMES, read_file
 from delaytasks.operate.operations import Kind
+from delaytasks.operate.serving import MONITORING, monitoring_file
 from delaytasks.settings import Address
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _served(option: str, port: int, about: str) -> Callable[[Callable[..., Any]]
 @click.option(
     "--print",
     "printed",
-    type=click.Choice(sorted(NAMES)),
+    type=click.Choice(sorted(MONITORING)),
     help="Print the Grafana dashboard or the alert rules of this version, and end.",
 )
 @pass_cli
@@ -91,7 +91,7 @@ def serve(cli: Cli, trusted_proxy: str | None, printed: str | None, **options: A
     the console, and keys of the API.
     """
     if printed is not None:
-        click.echo(read_file(printed), cli.stdout, nl=False)
+        click.echo(monitoring_file(printed), cli.stdout, nl=False)
         return
     console, api, metrics = (options[name] for name in ("console", "api", "metrics"))
     if not (console or api or metrics):

@@ -3,8 +3,7 @@
     application     makes the WSGI application from a `DelayTasks` and the rule for its viewers
     viewers         the roles, who the viewer of a request is, and the file of users
     requests        the addresses, the shared state, and the checks of each request
-    charts          charts as SVG
-    shown           times, numbers and tasks as the pages show them
+    shown           times, numbers and tasks as the pages show them, and charts as SVG
     forms           the forms of operations, and the function that performs them
     pages           functions that read what the pages show
 

@@ -17,10 +17,9 @@ from markupsafe import Markup
 from sqlalchemy import select
 from werkzeug.wrappers import Response
 
-from delaytasks.console.charts import Series, lines, sparkline, stacked_bars
 from delaytasks.console.forms import OFFERS, TaskQuery, chosen_tasks, possible_operations
 from delaytasks.console.requests import SNAPSHOT_S, now, route, runtime, state, viewer
-from delaytasks.console.shown import viewer_zone
+from delaytasks.console.shown import Series, lines, sparkline, stacked_bars, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.db.store import Store
 from delaytasks.db.task_rows import conditions, first_page

@@ -1,4 +1,4 @@
-"""The HTTP API: its application, its routes, and how a request is read and answered.
+"""The HTTP API: its application, its routes, and how a request is read, checked and answered.
 
 The application and the OpenAPI document are made from the table.
 """
@@ -16,9 +16,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from delaytasks.client import DelayTasks
-from delaytasks.http_api import schemas
 from delaytasks.http_api.api_keys import OWN_PREFIX, ApiKey, ApiKeyFile, ApiKeys
-from delaytasks.http_api.schemas import JSONSchema, check_value
 from delaytasks.model.errors import (
     DelayTaskError,
     InvalidInputError,
@@ -28,6 +26,7 @@ from delaytasks.model.errors import (
     TaskStateError,
 )
 from delaytasks.model.inputs import CALLBACK, CELERY_PREFIX
+from delaytasks.model.moves import Status
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import needs_extra, shown
 from delaytasks.operate.operations import (
@@ -35,6 +34,7 @@ from delaytasks.operate.operations import (
     OPERATIONS,
     TAG,
     TASK_ID,
+    VERSION,
     Operation,
     Parameter,
     document_of,
@@ -45,6 +45,7 @@ from delaytasks.runtime import runtime_of
 
 with needs_extra("api", "the HTTP API"):
     from flask import Flask, Response, request
+    from jsonschema import Draft202012Validator
     from werkzeug import exceptions
     from werkzeug.datastructures import WWWAuthenticate
 
@@ -61,6 +62,87 @@ STATUS_OF_ERROR: tuple[tuple[type[DelayTaskError], int], ...] = (
 PROBLEM_TYPE = "application/problem+json"
 #: Seconds after which a caller may repeat a request that the database could not serve.
 REPEAT_AFTER_S = 5
+
+# -- the schemas of responses, and the check of values by a schema --------------------------------
+
+JSONSchema = Mapping[str, Any]
+
+
+def _open(properties: Mapping[str, JSONSchema], *optional: str) -> dict[str, Any]:
+    """Return the schema of a response. Later versions may add names."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": dict(properties), "required": required}
+
+
+def _each(names: str, schema: JSONSchema) -> dict[str, JSONSchema]:
+    return dict.fromkeys(names.split(), schema)
+
+
+_ANY: dict[str, Any] = {}
+_TEXT, _COUNT, _STATUSES = {"type": "string"}, {"type": "integer"}, [each.name for each in Status]
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+_INSTANT, _INSTANT_OR_NULL = ({**each, "format": "date-time"} for each in (_TEXT, _TEXT_OR_NULL))
+#: The schemas that the document names, as in `#/components/schemas/Task`.
+COMPONENTS: dict[str, dict[str, Any]] = {
+    "Task": _open(
+        {
+            "id": TASK_ID.schema,
+            "version": VERSION.schema,
+            "meta": {"type": "object", "additionalProperties": _TEXT},
+            "status": {"enum": _STATUSES},
+            **_each("tag queue", _TEXT),
+            **_each("key worker error", _TEXT_OR_NULL),
+            **_each("priority runs", _COUNT),
+            **_each("body result", _ANY),
+            **_each("due_time expected_time", _INSTANT),
+            **_each("execution_time create_time update_time", _INSTANT_OR_NULL),
+        }
+    ),
+    "TaskPage": _open(
+        {
+            "tasks": {"type": "array", "items": {"$ref": "#/components/schemas/Task"}},
+            "cursor": _TEXT_OR_NULL,
+        }
+    ),
+    "CancelResult": _open(
+        {
+            **_each("is_cancelled is_requested", {"type": "boolean"}),
+            "reason": _TEXT,
+            "id": _TEXT_OR_NULL,
+            "status": {"enum": [*_STATUSES, None]},
+        }
+    ),
+    "Problem": _open({**_each("type title detail argument", _TEXT), "status": _COUNT}, "argument"),
+}
+
+#: The most characters of a message, which may quote the value.
+MESSAGE_LENGTH = 300
+
+
+def check_value(value: Any, schema: JSONSchema, name: str) -> None:
+    """Raise `InvalidInputError` unless a value matches a schema.
+
+    Parameters
+    ----------
+    name
+        The place of the value, for the message.
+    """
+    error = next(Draft202012Validator(schema).iter_errors(value), None)
+    if error is None:
+        return
+    path = [each for each in error.path if isinstance(each, str)]
+    argument, said = path[-1] if path else name.split()[-1], error.message
+    if error.validator == "required":
+        argument = next(each for each in error.validator_value if each not in error.instance)
+    elif error.validator == "additionalProperties":
+        known = error.schema["properties"]
+        argument = next(each for each in error.instance if each not in known)
+        said = f"{shown(argument)} is unknown, and known are: {', '.join(known) or 'none'}"
+    elif error.validator == "oneOf":
+        argument, said = "delay", "give one of delay, at"
+    place = ".".join([name, *path])
+    raise InvalidInputError(f"{place}: {said}"[:MESSAGE_LENGTH], argument)
+
 
 # -- the routes, from the table of operations -----------------------------------------------------
 
@@ -412,7 +494,7 @@ def openapi_document() -> Response:
         "servers": [{"url": request.script_root or "/"}],
         "security": [{"apiKey": []}],
         "paths": paths,
-        "components": {"schemas": schemas.COMPONENTS, "securitySchemes": security},
+        "components": {"schemas": COMPONENTS, "securitySchemes": security},
     }
     return _json(document)
 

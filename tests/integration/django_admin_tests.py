@@ -22,10 +22,10 @@ from django.urls import include, path
 
 from delaytasks import Status
 from delaytasks.console.application import make_console
+from delaytasks.contrib.django import mount, staff_viewer
 from delaytasks.contrib.django.admin import DelayTaskRowAdmin
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import DelayTaskRow
-from delaytasks.contrib.django.mounting import mount, staff_viewer
 from delaytasks.model.moves import MOVES
 from delaytasks.model.task import DelayedTask
 from delaytasks.operate.operations import OPERATIONS

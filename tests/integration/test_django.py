@@ -35,9 +35,8 @@ from sqlalchemy import Engine, event
 import delaytasks as e
 from delaytasks import Status
 from delaytasks.contrib.django import apps as checks
-from delaytasks.contrib.django.django_connection import DjangoConnection
-from delaytasks.contrib.django.django_connection import database_url as url_of
-from delaytasks.contrib.django.instance import DjangoDelays, project_delays
+from delaytasks.contrib.django.instance import DjangoConnection, DjangoDelays, project_delays
+from delaytasks.contrib.django.instance import database_url as url_of
 from delaytasks.contrib.django.management.commands import delays as command
 from delaytasks.db import migrations
 from delaytasks.model.body import key_name

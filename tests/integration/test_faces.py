@@ -26,8 +26,7 @@ from delaytasks.console.application import make_console
 from delaytasks.console.forms import OFFERS
 from delaytasks.console.viewers import Role, Viewer
 from delaytasks.http_api.api_keys import ApiKeys, new_entry
-from delaytasks.http_api.routes import ROUTES, Route, make_api
-from delaytasks.http_api.schemas import COMPONENTS
+from delaytasks.http_api.routes import COMPONENTS, ROUTES, Route, make_api
 from delaytasks.operate.operations import (
     ANY_VALUE,
     FILTERS,

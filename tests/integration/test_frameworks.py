@@ -123,7 +123,7 @@ def in_django(mounted: dict[str, Any], is_asgi: bool = False) -> Iterator[Any]:
         from django.test import override_settings
         from django.urls import include, path
 
-        from delaytasks.contrib.django.mounting import mount
+        from delaytasks.contrib.django import mount
 
         def paid(request: Any, order: int, callback: Any) -> Any:
             assert request.method == "POST"

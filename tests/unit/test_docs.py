@@ -46,7 +46,7 @@ from delaytasks.model import errors
 from delaytasks.model.moves import Move
 from delaytasks.model.text import DEFERRALS
 from delaytasks.operate import metrics
-from delaytasks.operate.monitoring import read_file
+from delaytasks.operate.serving import monitoring_file
 from delaytasks.settings import Settings
 from delaytasks.testing import DelaysTester
 from delaytasks.worker.quick_loops import PROCESS_CHECK_S
@@ -103,7 +103,7 @@ def test_each_metric_and_each_alert_is_explained() -> None:
     text = page("monitor") + page("tables-and-terms")
     assert not [name for name in metric_names() if not re.search(rf"[`\"]{name}[`{{\"]", text)]
     shown = re.findall(r"^\| `(DelayTasks\w+)` \|", text, re.MULTILINE)
-    assert shown == re.findall(r"- alert: (\w+)", read_file("rules"))
+    assert shown == re.findall(r"- alert: (\w+)", monitoring_file("rules"))
 
 
 @pytest.mark.parametrize("name", NAMES)

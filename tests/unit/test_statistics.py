@@ -12,7 +12,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from delaytasks.console.charts import LEFT, RIGHT, WIDTH, Series, lines
+from delaytasks.console.shown import LEFT, RIGHT, WIDTH, Series, lines
 from delaytasks.model.clock import UTC
 from delaytasks.model.text import traceback_text
 from delaytasks.operate import statistics as writer

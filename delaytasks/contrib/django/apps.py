@@ -9,8 +9,7 @@ from django.apps import AppConfig
 from django.core.checks import CheckMessage, Error, register
 
 from delaytasks.celery import set_project_delays
-from delaytasks.contrib.django.django_connection import source_at
-from delaytasks.contrib.django.instance import project_delays
+from delaytasks.contrib.django.instance import project_delays, source_at
 from delaytasks.db import migrations
 from delaytasks.model.errors import ConfigError
 from delaytasks.operate import checks
