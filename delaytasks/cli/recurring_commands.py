@@ -18,8 +18,7 @@ from delaytasks.model.errors import ConfigError, DelayTaskError, InvalidInputErr
 from delaytasks.model.inputs import PAGE_MAX
 from delaytasks.model.text import count
 from delaytasks.operate.operations import OPERATIONS
-from delaytasks.operate.texts import show_instant
-from delaytasks.recurring.definition import Definition, RecurringSchedule, celery_call, zone_of
+from delaytasks.recurring.definition import Definition, RecurringSchedule, celery_call
 from delaytasks.recurring.recurring import put
 from delaytasks.runtime import Runtime, runtime_of
 
@@ -36,32 +35,22 @@ def recurring() -> None:
 
 @recurring.command("list")
 @click.argument("name", required=False)
-@click.option("--next", "occurrences", type=click.IntRange(1, 1000), help="Occurrences of NAME.")
 @pass_cli
-def list_(cli: Cli, name: str | None, occurrences: int | None) -> None:
-    """List schedules in the order of their names, or the next occurrences of one.
+def list_(cli: Cli, name: str | None) -> None:
+    """List schedules in the order of their names, with the next occurrence of each.
 
     \b
     delaytasks recurring list
     delaytasks recurring list 'eu-*'
-    delaytasks recurring list nightly --next 5
 
     Tasks are made before they are due. "tasks until" is the last occurrence that has its task.
     """
     now = cli.runtime.clock.certain_now()
-    is_one = name is not None and not name.endswith("*")
-    if occurrences is not None and not is_one:
-        raise click.UsageError("--next requires the NAME of a schedule")
-    if is_one:
-        found = [cli.delays.recurring.get(str(name))]
+    if name is not None and not name.endswith("*"):
+        found = [cli.delays.recurring.get(name)]
     else:
         prefix = None if name is None else name.removesuffix("*")
         found = cli.delays.recurring.list(prefix=prefix, limit=PAGE_MAX)
-    if occurrences is not None:
-        zone, times = zone_of(found[0].tz), found[0].next(occurrences, now)
-        lines = [f"{show_instant(t)}  {t.astimezone(zone):%a %Y-%m-%d %H:%M:%S %Z}" for t in times]
-        cli.answer([*map(show_instant, times)], *(lines or ["No further occurrence."]))
-        return
     columns = (
         "name,tag,timing,tz,next occurrence,tasks until=last_at,last task,declared=is_declared"
     )

@@ -37,13 +37,12 @@ from delaytasks.cli.output import (
 )
 from delaytasks.client import DelayTasks
 from delaytasks.db import migrations
-from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import show_duration
 from delaytasks.model.text import count, mask_url, one_line
 from delaytasks.operate.checks import check_settings
 from delaytasks.operate.health import HealthChecks, verdict_of
 from delaytasks.operate.operations import DURATION
-from delaytasks.operate.state import DeploymentState, ask_broker, live_groups
+from delaytasks.operate.state import DeploymentState, ask_broker, live_groups, server_problem
 from delaytasks.operate.statistics import RunTotals
 from delaytasks.operate.texts import show_instant, show_offset
 from delaytasks.runtime import runtime_of
@@ -118,8 +117,8 @@ def check(cli: Cli, settings: bool) -> None:
     delaytasks check --settings
 
     Lists the tasks whose tag has no processor, and those whose body the processor's schema refuses.
-    The exit code is 1 if there are any, and 2 if a setting is wrong. Warnings (late tasks that no
-    worker takes, a database that can lose tasks) do not change the exit code.
+    The exit code is 1 if there are any, and 2 if a setting is wrong. A database that cannot be
+    written, or can lose tasks, is only a warning.
 
     Passwords are masked. Celery's configuration is overridden by the environment, and both by the
     arguments of DelayTasks(...).
@@ -129,39 +128,18 @@ def check(cli: Cli, settings: bool) -> None:
         return
     cli.import_processors()
     check_settings(cli.runtime)
-    found = cli.delays.check()
-    warnings = [*map(cli.rewrite, warnings_of(cli.delays))]
+    found, warning = cli.delays.check(), server_problem(cli.store.database)
     tasks = count(sum(finding.tasks for finding in found), "task")
     verdict = f"{tasks} would not run well with this code"
     columns = "tag,queue=queues,tasks,first due=first_due,problem,for example=ids"
     cli.answer(
-        {"findings": [finding.as_json() for finding in found], "warnings": warnings},
+        {"findings": [finding.as_json() for finding in found], "warning": warning},
         Table.of(columns, found, folded="tag,queue,problem"),
         verdict if found else "every waiting task has a processor that accepts its body",
-        *((f"warning: {cell(warning, 1000)}", NOTED) for warning in warnings),
+        *([(f"warning: {cli.store.database.shown_url}: {warning}", NOTED)] if warning else []),
     )
     if found:
         sys.exit(1)
-
-
-def warnings_of(delays: DelayTasks) -> list[str]:
-    """Return the problems that do not prevent a deployment."""
-    warnings, runtime = [], runtime_of(delays)
-    try:
-        found = DeploymentState(runtime)
-    except StoreError as error:
-        # The role may read tasks, but not the tables of workers and policies.
-        warnings.append(f"late tasks and the replication are unknown: {error}")
-    else:
-        warnings += [
-            f"{count(group.tasks, 'late task')} of the tag {group.tag} in the queue {group.queue}: "
-            f"{group.reason.text}"
-            for group in found.late
-            if group.reason.code not in ("due", "limit", "paused")  # they wait for their turn
-        ]
-        if found.problem is not None:
-            warnings.append(f"{runtime.store.database.shown_url}: {found.problem}")
-    return warnings
 
 
 def _answer_settings(cli: Cli) -> None:

@@ -446,5 +446,5 @@ def _recurring(facts: Facts, task: DelayedTask) -> Iterator[Reason]:
             name, timing, is_paused = found
             paused = ", which is paused" if is_paused else ""
             text = f"It is a task of the recurring schedule {name} ({timing}){paused}."
-            command = f"delaytasks recurring list {quote(name)} --next 5"
-            yield Reason("recurring", text, f"To see its next occurrences: {command}", name)
+            command = f"delaytasks recurring list {quote(name)}"
+            yield Reason("recurring", text, f"To see its next occurrence: {command}", name)

@@ -1,4 +1,4 @@
-"""`check` names a server that is a standby, or that has lost its synchronous standbys. Each node of
+"""Checks name a server that is a standby, or that has lost its synchronous standbys. Each node of
 a Galera cluster serves claims and settlements."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import create_engine, select, text
 
 from delaytasks import DelayedTask, Status
-from delaytasks.cli.status import warnings_of
 from delaytasks.db import migrations
+from delaytasks.operate.state import NO_STANDBY, READ_ONLY, server_problem
 from delaytasks.runtime import runtime_of
 from tests.conformance.test_metrics import Values
 from tests.conftest import open_store
@@ -22,9 +22,9 @@ from tests.world.recording import delays_on
 pytestmark = pytest.mark.slow
 
 
-def warnings(server: PostgresServer | MariaDBServer) -> list[str]:
+def problem(server: PostgresServer | MariaDBServer) -> str | None:
     with closing(delays_on(server.url)) as delays:
-        return warnings_of(delays)
+        return server_problem(runtime_of(delays).store.database)
 
 
 def scraped(server: PostgresServer | MariaDBServer) -> dict[str, float]:
@@ -38,7 +38,7 @@ def scraped(server: PostgresServer | MariaDBServer) -> dict[str, float]:
 def migrate(server: PostgresServer | MariaDBServer) -> None:
     with closing(delays_on(server.url)) as delays:
         migrations.upgrade(runtime_of(delays).store.database)
-    assert warnings(server) == []
+    assert problem(server) is None
 
 
 def test_a_postgresql_without_its_synchronous_standby_is_named(
@@ -47,21 +47,18 @@ def test_a_postgresql_without_its_synchronous_standby_is_named(
     migrate(own_postgresql)
     own_postgresql.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
     own_postgresql.execute("SELECT pg_reload_conf()")
-    wait_until(lambda: warnings(own_postgresql) != [], 30, "the server to reload its configuration")
-    [warning] = warnings(own_postgresql)
-    assert "no synchronous standby is connected" in warning
+    reloaded = "the server to reload its configuration"
+    wait_until(lambda: problem(own_postgresql) == NO_STANDBY, 30, reloaded)
     own_postgresql.execute("ALTER SYSTEM RESET synchronous_standby_names")
 
 
 def test_a_mariadb_that_is_a_standby_or_lacks_one_is_named(logging_mariadb: MariaDBServer) -> None:
     migrate(logging_mariadb)
     logging_mariadb.execute("SET GLOBAL rpl_semi_sync_master_enabled = ON")
-    [warning] = warnings(logging_mariadb)
-    assert "no synchronous standby is connected" in warning
+    assert problem(logging_mariadb) == NO_STANDBY
     assert scraped(logging_mariadb) == {"read_only": 0, "no_standby": 1}
     logging_mariadb.execute("SET GLOBAL read_only = ON")
-    [warning] = warnings(logging_mariadb)
-    assert "it is read-only, as a standby" in warning
+    assert problem(logging_mariadb) == READ_ONLY
     assert scraped(logging_mariadb) == {"read_only": 1, "no_standby": 0}
 
 

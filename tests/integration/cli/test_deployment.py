@@ -69,12 +69,9 @@ def test_db_upgrade_creates_the_tables_and_drops_them_on_the_way_back(bare: Proj
 
 
 def test_check_finds_tasks_that_would_not_run_with_this_code(shop: Project) -> None:
-    assert shop.json("check") == {"findings": [], "warnings": []}
+    assert shop.json("check") == {"findings": [], "warning": None}
     shop.overdue("mail")
-    said = "1 late task of the tag mail in the queue letters: No live worker serves the queue"
-    shown = shop("check").stdout
-    assert "every waiting task has a processor" in shown
-    assert f"warning: {said}" in shown
+    assert "every waiting task has a processor" in shop("check").stdout
     for delay in (60, 90):
         shop.schedule("gone", delay)
     [finding] = shop.json("check", exit_code=1)["findings"]

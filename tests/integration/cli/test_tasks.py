@@ -73,7 +73,6 @@ WRONG = """
     delay: schedule ok | reschedule 1 2 --delay 1h --at 2030-01-01T00:00:00Z
     remove: limit --tag a --rate 1/s --remove
     recurring: pause --recurring a --tag b | resume --recurring a --queue b
-    UsageError: recurring list --next 3 | recurring list r* --next 3
     UsageError: status --probe --live | status --probe beat --name w | status --watch --ahead 1d
     UsageError: status --live
     days: status --ahead 0
