@@ -198,7 +198,6 @@ class Side:
         places = {
             "name": name,
             "folder": self.folder,
-            "redis": self.servers.redis_url,
             "tasks": 1 if is_slow else self.system.concurrency,
             **self._pool,
         }

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,6 @@ from delaytasks.http_api.api_keys import API_KEYS, ApiKeyFile
 from delaytasks.model.errors import ConfigError, InvalidInputError
 from delaytasks.model.text import needs_extra
 from delaytasks.operate.operations import Kind
-from delaytasks.operate.serving import MONITORING, monitoring_file
 from delaytasks.settings import Address
 
 if TYPE_CHECKING:
@@ -31,6 +31,14 @@ _keys_option = click.option(
     type=click.Path(path_type=Path, dir_okay=False),
     help="API: the file of the keys [api-keys.json in delaytasks_data_dir].",
 )
+
+
+#: The Grafana dashboard and the alert rules, which belong to the metrics of this version.
+MONITORING = {"dashboard": "dashboard.json", "rules": "rules.yml"}
+
+
+def monitoring_file(name: str) -> str:
+    return (files("delaytasks.operate") / "monitoring" / MONITORING[name]).read_text()
 
 
 class Place(NamedTuple):

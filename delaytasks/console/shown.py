@@ -201,7 +201,7 @@ def _durations(values: Sequence[float]) -> Scale:
     )
 
 
-# -- its shapes -----------------------------------------------------------------------------------
+# -- the shapes of a chart ------------------------------------------------------------------------
 
 
 def _columns(count: int) -> Sequence[tuple[int, float, float]]:
@@ -273,7 +273,7 @@ def _grid(scale: Scale) -> Iterator[str]:
         yield _text("end", LEFT - 6, y + 4, text)
 
 
-# -- its time axis --------------------------------------------------------------------------------
+# -- the time axis of a chart ---------------------------------------------------------------------
 
 
 def _time_axis(starts: Sequence[datetime]) -> Iterator[str]:

@@ -154,9 +154,10 @@ class ClaimTexts:
         return f"strftime({_SQLITE_INSTANT}, '{seconds:+.6f} seconds')"
 
     def use_index(self, name: str) -> str:
-        """Let MySQL use this index rather than scan a small table.
+        """Let MySQL use the index `name`.
 
-        It locks each row that it reads for a moment, and a claim of another queue would skip it.
+        Otherwise MySQL scans a small table, and locks each row that it reads for a moment. A claim
+        of another queue skips such a row.
         """
         return ""
 

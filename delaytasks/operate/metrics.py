@@ -1,8 +1,8 @@
 """What Prometheus gets: the metrics of a worker and of a deployment.
 
 The main process of a worker knows what the processes of its pool have run. An exporter reads the
-tables. `monitoring` has the dashboard and the alert rules that use these metrics. This module
-needs the extra `prometheus`. See docs/monitor.md.
+tables. The folder `monitoring` has the dashboard and the alert rules that use these metrics. This
+module needs the extra `prometheus`. See docs/monitor.md.
 """
 
 from __future__ import annotations

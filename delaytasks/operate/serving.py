@@ -1,4 +1,4 @@
-"""What servers share: probes, values that are kept, files of users and keys, and of Prometheus.
+"""What servers share: probes, values that are kept, and files of users and keys.
 
 The servers are the console, the HTTP API and the exporter of metrics.
 """
@@ -10,7 +10,6 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -208,15 +207,3 @@ class EntryFile(Generic[T]):
                 problem = f"{self.path} is no file of {self._purpose}: {error}"
                 raise ConfigError(problem) from error
             return self._read
-
-
-# -- The Grafana dashboard and the alert rules, which belong to the metrics of this version -------
-
-
-#: The files by the names that the command line gives them.
-MONITORING = {"dashboard": "dashboard.json", "rules": "rules.yml"}
-
-
-def monitoring_file(name: str) -> str:
-    """Return the text of the file that `MONITORING` lists as `name`."""
-    return (files(__package__) / "monitoring" / MONITORING[name]).read_text()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks.operate.serving import MONITORING, monitoring_file
+from delaytasks.cli.servers import MONITORING, monitoring_file
 from tests.doc_pages import block_beginning
 
 #: The state of a deployment without problems: series and their values, one each minute.

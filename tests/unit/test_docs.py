@@ -38,6 +38,7 @@ from sqlalchemy.schema import CreateIndex
 
 from delaytasks import Status
 from delaytasks.cli.main import delays, main
+from delaytasks.cli.servers import monitoring_file
 from delaytasks.db.schema import Schema
 from delaytasks.events import _LOG_LEVELS as LEVELS
 from delaytasks.events import Events
@@ -46,7 +47,6 @@ from delaytasks.model import errors
 from delaytasks.model.moves import Move
 from delaytasks.model.text import DEFERRALS
 from delaytasks.operate import metrics
-from delaytasks.operate.serving import monitoring_file
 from delaytasks.settings import Settings
 from delaytasks.testing import DelaysTester
 from delaytasks.worker.quick_loops import PROCESS_CHECK_S

@@ -11,10 +11,11 @@ from contextlib import ExitStack
 import pytest
 from prometheus_client import CollectorRegistry
 
+from delaytasks.cli.servers import monitoring_file
 from delaytasks.events import Events
 from delaytasks.operate import metrics as prometheus
 from delaytasks.operate.metrics import FAULT_EVENTS, MetricsEndpoint
-from delaytasks.operate.serving import SharedCache, monitoring_file
+from delaytasks.operate.serving import SharedCache
 from delaytasks.settings import Address
 from tests.services import free_port
 from tests.waiting import wait_until

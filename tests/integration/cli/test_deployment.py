@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from delaytasks.cli.main import main
+from delaytasks.operate.state import NO_STANDBY
 from tests.integration.cli.conftest import Project, write
 from tests.services import RedisServer, free_port
 
@@ -66,6 +67,12 @@ def test_db_upgrade_creates_the_tables_and_drops_them_on_the_way_back(bare: Proj
     assert bare.json("db", "upgrade", "--check") == made
     assert bare.json("db", "upgrade", "--to", "base", "--yes")["revision"] is None
     assert "run: delaytasks -A" in bare("db", "upgrade", "--check").stdout
+
+
+def test_check_warns_of_a_database_that_can_lose_tasks(shop: Project) -> None:
+    shop.patch.setattr("delaytasks.cli.status.server_problem", lambda _: NO_STANDBY)
+    assert shop.json("check") == {"findings": [], "warning": NO_STANDBY}
+    assert re.search(f"^warning: .*: {NO_STANDBY}$", shop("check").stdout, re.MULTILINE)
 
 
 def test_check_finds_tasks_that_would_not_run_with_this_code(shop: Project) -> None:

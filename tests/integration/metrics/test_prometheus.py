@@ -18,7 +18,7 @@ import requests
 from prometheus_client import CollectorRegistry, Counter, start_http_server
 
 from delaytasks import Status
-from delaytasks.operate.serving import monitoring_file
+from delaytasks.cli.servers import monitoring_file
 from tests.integration.conftest import Deploy
 from tests.services import Server, free_port
 from tests.waiting import wait_until
