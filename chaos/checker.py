@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import NamedTuple
 
 from chaos.history import KILL, MOST_RUNS, STALL, Answer, Claim, Fault, History, Recurs, TaskRecord
@@ -137,11 +137,11 @@ class Checker:
     def _counts(self) -> dict[str, int]:
         tasks = self._history.tasks.values()
         kinds = [fault.kind for fault in self._faults if fault.kind != STALL]
-        again = (c for task in tasks for c in task.claims if c.is_lost and task.has_run(c))
+        again = ((t, c) for t in tasks for c in t.claims if c.is_lost and t.has_run(c))
         counts = {
             "tasks": len(tasks),
             "runs": sum(len(task.runs) for task in tasks),
-            "duplicates explained": sum(map(self._is_explained, again))
+            "duplicates explained": sum(starmap(self._is_explained, again))
             + sum(len(self._forgotten(task)) for task in tasks),
             "messages published": sum(len(task.published_us) for task in tasks),
             "faults": len(kinds),
@@ -236,7 +236,8 @@ class Checker:
                 continue
             hit = [fault for fault in self._hit(claim) if fault.from_us <= claim.held_until_us]
             has_ended = any(fault.effect in ("dead", "ending") for fault in hit)
-            if not has_ended and time_away_us(hit, claim) < SILENT_US:
+            away_us = time_away_us(hit, claim.renewed.at_us, claim.held_until_us)
+            if not has_ended and away_us < SILENT_US:
                 early_us, version = lease_us - end.at_us, claim.change.version
                 text = f"version {version} was recovered {early_us} us before its lease ended"
                 yield "I5", "two leases", text
@@ -249,16 +250,26 @@ class Checker:
         hurt = (fault for fault in self._faults if fault.effect != "none")
         return [fault for fault in hurt if any(part in owner for part in fault.key_owners)]
 
-    def _is_explained(self, claim: Claim) -> bool:
+    def _is_explained(self, task: TaskRecord, claim: Claim) -> bool:
         """Return whether a fault explains that the lease of a claim was lost: the owner was dead,
         or away when the lease had to be renewed.
+
+        A process whose run has ended gives its result up after a lease without the database.
+        Afterwards an older chunk of the worker may keep the row for longer (record 0006).
         """
         if claim.end is None:
             return False
-        hit = [fault for fault in self._hit(claim) if fault.from_us <= claim.held_until_us]
-        away_us, held_us = time_away_us(hit, claim), claim.held_until_us - claim.renewed.at_us
+        until_us, begun_us = claim.held_until_us, claim.change.at_us
+        hit = [fault for fault in self._hit(claim) if fault.from_us <= until_us]
+        away_us = time_away_us(hit, claim.renewed.at_us, until_us)
         is_dead = any(fault.effect == "dead" for fault in hit)
-        return is_dead or 0 < away_us >= MISSED * held_us
+        runs = (run for run in task.runs.values() if run.version == claim.change.version)
+        lease_us = (claim.change.lease_until_us or begun_us) - begun_us
+        is_given_up = any(
+            time_away_us(hit, run.ended_us, until_us) >= lease_us for run in runs if run.ended_us
+        )
+        is_missed = 0 < away_us >= MISSED * (until_us - claim.renewed.at_us)
+        return is_dead or is_missed or is_given_up
 
     def _forgotten(self, task: TaskRecord) -> set[int]:
         """Return the versions of the runs whose claims a crash of the database has lost.
@@ -274,7 +285,7 @@ class Checker:
                 yield "I6", "duplicated", f"version {version} ran {count} times"
         for claim in filter(task.has_run, task.claims):
             change, end = claim.change, claim.end
-            if end is None or self._is_explained(claim):
+            if end is None or self._is_explained(task, claim):
                 continue
             if claim.is_lost:
                 text = f"version {change.version} of {change.worker} ran and lost its lease, "
@@ -379,7 +390,7 @@ class Checker:
                 counts[claim.change.version] += 1
         counts[max(counts, default=0)] -= 1  # one publication is right
         for claim in task.claims:
-            if counts[claim.change.version] > 0 and not self._is_explained(claim):
+            if counts[claim.change.version] > 0 and not self._is_explained(task, claim):
                 # A fault may have kept the broker from confirming the message.
                 from_us = claim.change.at_us
                 until_us = claim.end.at_us if claim.end else from_us + AFTERMATH_US
@@ -415,16 +426,13 @@ class Checker:
         return any(f.from_us <= until_us and f.until_us + AFTERMATH_US >= from_us for f in faults)
 
 
-def time_away_us(faults: Iterable[Fault], claim: Claim) -> int:
-    """Return how long faults kept the owner away from the last renewal to the end of the lease.
-
-    Overlapping faults count once.
-    """
-    total, known_us = 0, claim.renewed.at_us
+def time_away_us(faults: Iterable[Fault], since_us: int, until_us: int) -> int:
+    """Return how long faults kept an owner away. Overlapping faults count once."""
+    total, known_us = 0, since_us
     for fault in sorted((f for f in faults if f.effect == "away"), key=lambda f: f.from_us):
-        until_us = min(fault.until_us, claim.held_until_us)
-        total += max(until_us - max(fault.from_us, known_us), 0)
-        known_us = max(known_us, until_us)
+        ended_us = min(fault.until_us, until_us)
+        total += max(ended_us - max(fault.from_us, known_us), 0)
+        known_us = max(known_us, ended_us)
     return total
 
 

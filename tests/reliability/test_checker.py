@@ -125,7 +125,11 @@ def test_the_checker_judges_a_task(what: str) -> None:
 
 
 def lapsed(
-    renewals: Sequence[float] = (), end: float = 6, lease_s: int = 4, is_over: bool = True
+    renewals: Sequence[float] = (),
+    end: float = 6,
+    lease_s: int = 4,
+    is_over: bool = True,
+    ran_until: float | None = None,
 ) -> list[Any]:
     """A task that ran twice.
 
@@ -141,7 +145,8 @@ def lapsed(
     ]
     if is_over:
         changes.append(RowChange(1, us(28), RUNS, DONE, 3, 4, 2, 0, NOW, None, second))
-    runs = [RunRecord(1, 1, "11", us(1)), RunRecord(1, 3, "22", us(27), us(28))]
+    first_end = None if ran_until is None else us(ran_until)
+    runs = [RunRecord(1, 1, "11", us(1), first_end), RunRecord(1, 3, "22", us(27), us(28))]
     return [*calls("ok"), *changes, *runs]
 
 
@@ -174,6 +179,8 @@ SECOND_RUNS: dict[str, tuple[list[Fault], dict[str, Any], set[str]]] = {
     "of a process whose claim a slow network delivered after its kill":
         ([fault("dead", "w1@x/", since_s=0.1, until_s=0.2)], {}, set()),
     "after a fault before the last renewal": (away((4, 19)), RENEWED, TWICE_RUN),
+    "whose result waited for a lease": (away((4, 8)), {**RENEWED, "ran_until": 4}, set()),
+    "whose result waited for less": (away((4, 8)), {**RENEWED, "ran_until": 4.1}, TWICE_RUN),
     # A fault explains it from a third of a lease of 4 s on.
     "after a short absence": (away((2, 3)), {}, TWICE_RUN),
     "after absences that are long together": (away((2, 3), (3.5, 4)), {}, set()),
