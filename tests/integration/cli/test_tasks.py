@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import signal
 from datetime import datetime
 from typing import Any
 
@@ -212,7 +211,7 @@ def test_a_stopped_shift_prints_how_to_go_on(
 
     def stopped(run: Any, ids: Any) -> Any:
         if run.result.changed:
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
         return step(run, ids)
 
     monkeypatch.setattr(bulk, "BULK_ROWS", 2)
