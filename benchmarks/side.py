@@ -58,8 +58,7 @@ class Side:
         self._beat: list[BenchmarkProcess] = []
         self._producers: list[BenchmarkProcess] = []
         self._asked = 0
-        self._variables: dict[str, str] = {}
-        self._pool = {"pool": "prefork", "processes": "2"}
+        self._processes = 2
         self._delays: DelayTasks | None = None
 
     @property
@@ -117,13 +116,13 @@ class Side:
         producers: int = 1,
         takes_s: float = 0,
         variables: Mapping[str, str] = NONE,
-        **pool: Any,
+        processes: int = 2,
     ) -> Iterator[None]:
         """Start producers, and workers that have run some tasks. `takes_s` is the duration of
         each task, and `variables` are further variables of the workers' environment.
         """
         with self.producing(producers):
-            self.start_workers(workers, takes_s, variables, **pool)
+            self.start_workers(workers, takes_s, variables, processes)
             # Tasks of a second, but at least 10, load code and open connections.
             warm_up = 300 if not takes_s else max(10, min(300, round(1 / takes_s)))
             now = wall()
@@ -139,7 +138,6 @@ class Side:
         workers: int = 1,
         takes_s: float = 0,
         variables: Mapping[str, str] = NONE,
-        pool: str = "prefork",
         processes: int = 2,
     ) -> None:
         """Start the workers and the beat, and wait until those of Celery answer.
@@ -147,20 +145,20 @@ class Side:
         With a distant broker that takes more than ten seconds. The pool already runs overdue rows
         of the table, while its main process waits for the broker.
         """
-        self._variables = {
+        variables = {
             "BENCH_NOTES": str(self.notes.path),
             "BENCH_TAKES_S": str(takes_s),
             **variables,
         }
-        self._pool = {"pool": pool, "processes": str(processes)}
-        self.running = [self._start_worker(f"{self.name}{n}") for n in range(workers)]
+        self._processes = processes
+        names = [f"{self.name}{n}" for n in range(workers)]
+        self.running = [
+            [self._start(command, name, **variables) for command in self.system.worker]
+            for name in names
+        ]
         if self.system.beat:
-            self._beat = [self._start(self.system.beat, "beat", **self._variables)]
-        self._wait_for_pings([f"{self.name}{n}" for n in range(workers)])
-
-    def kill(self, place: int) -> None:
-        for part in self.running.pop(place):
-            part.kill()
+            self._beat = [self._start(self.system.beat, "beat", **variables)]
+        self._wait_for_pings(names)
 
     def kill_a_busy_one(self) -> None:
         """Kill all processes of the worker that begins the next task, as a power failure does."""
@@ -173,7 +171,8 @@ class Side:
             for place, parts in enumerate(self.running)
             if any(last in family(part.pid) for part in parts)
         ]
-        self.kill((busy or [0])[0])
+        for part in self.running.pop((busy or [0])[0]):
+            part.kill()
 
     def check_processes(self) -> None:
         for part in self._parts():
@@ -190,16 +189,13 @@ class Side:
         for producer in self._producers:
             producer.expect("ready", START_S)
 
-    def _start_worker(self, name: str) -> list[BenchmarkProcess]:
-        return [self._start(command, name, **self._variables) for command in self.system.worker]
-
     def _start(self, command: str, name: str, **variables: str) -> BenchmarkProcess:
         is_slow = "BENCH_ONE_AT_A_TIME" in variables
         places = {
             "name": name,
             "folder": self.folder,
             "tasks": 1 if is_slow else self.system.concurrency,
-            **self._pool,
+            "processes": self._processes,
         }
         every = {**self.environment, **self.system.variables, **variables}
         words = shlex.split(command.format(**places))

@@ -28,8 +28,8 @@ INSTALL_S = 600.0
 
 @dataclass(frozen=True)
 class System:
-    """A system. In its commands, `{name}` is the name of the worker, `{pool}` the kind of its pool,
-    `{processes}` their number, and `{tasks}` how many tasks an event loop runs at a time.
+    """A system. In its commands, `{name}` is the name of the worker, `{processes}` the number of
+    its processes, and `{tasks}` how many tasks an event loop runs at a time.
     """
 
     name: str
@@ -102,7 +102,7 @@ def _refusal(command: list[str]) -> str:
     return f"{command[0]}: {' '.join(words)}" if done.returncode else ""
 
 
-_CELERY = "celery -A {app} worker -P {{pool}} -c {{processes}} -n {{name}}@%h --loglevel WARNING"
+_CELERY = "celery -A {app} worker -P prefork -c {{processes}} -n {{name}}@%h --loglevel WARNING"
 _OURS = _CELERY.format(app="benchmarks.ours")
 _BARE = _CELERY.format(app="benchmarks.bare")
 _BEAT = "celery -A benchmarks.ours beat -s {folder}/beat --loglevel WARNING"
