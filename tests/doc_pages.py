@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+#: The alert rules and the Grafana dashboard.
+RULES = ROOT / "deployment/monitoring/rules.yml"
+DASHBOARD = RULES.with_name("dashboard.json")
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),

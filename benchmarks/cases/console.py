@@ -23,7 +23,7 @@ from benchmarks.viewers import USER
 from benchmarks.waiting import BenchError, wait_until
 from delaytasks import Status
 from delaytasks.console.application import USERS
-from delaytasks.console.viewers import Role, UserFile
+from delaytasks.console.requests import Role, UserFile
 from delaytasks.model.body import dump_json
 from delaytasks.operate.statistics import COUNTS_KEPT
 from delaytasks.run.observers import RunCounts

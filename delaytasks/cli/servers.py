@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +22,7 @@ from delaytasks.operate.operations import Kind
 from delaytasks.settings import Address
 
 if TYPE_CHECKING:
-    from delaytasks.console.viewers import UserFile
+    from delaytasks.console.requests import UserFile
 
 CONSOLE_PORT, API_PORT, METRICS_PORT = 5556, 5557, 9819
 _keys_option = click.option(
@@ -31,14 +30,6 @@ _keys_option = click.option(
     type=click.Path(path_type=Path, dir_okay=False),
     help="API: the file of the keys [api-keys.json in delaytasks_data_dir].",
 )
-
-
-#: The Grafana dashboard and the alert rules, which belong to the metrics of this version.
-MONITORING = {"dashboard": "dashboard.json", "rules": "rules.yml"}
-
-
-def monitoring_file(name: str) -> str:
-    return (files("delaytasks.operate") / "monitoring" / MONITORING[name]).read_text()
 
 
 class Place(NamedTuple):
@@ -79,28 +70,18 @@ def _served(option: str, port: int, about: str) -> Callable[[Callable[..., Any]]
 @click.option("--proxy-header", help="Console: a proxy names the user in it: X-Forwarded-User.")
 @click.option("--proxy", multiple=True, help="Console: its address or network. [127.0.0.1, ::1]")
 @_keys_option
-@click.option(
-    "--print",
-    "printed",
-    type=click.Choice(sorted(MONITORING)),
-    help="Print the Grafana dashboard or the alert rules of this version, and end.",
-)
 @pass_cli
-def serve(cli: Cli, trusted_proxy: str | None, printed: str | None, **options: Any) -> None:
+def serve(cli: Cli, trusted_proxy: str | None, **options: Any) -> None:
     """Serve the console, the HTTP API and metrics, each at a port of its own.
 
     \b
     delaytasks serve --console --api
     delaytasks serve --console 8080 --proxy-header X-Forwarded-User
     delaytasks serve --metrics 0.0.0.0:9819
-    delaytasks serve --print rules > delaytasks-rules.yml
 
     The first start of the console generates a password and prints it once. `access` adds users of
     the console, and keys of the API.
     """
-    if printed is not None:
-        click.echo(monitoring_file(printed), cli.stdout, nl=False)
-        return
     console, api, metrics = (options[name] for name in ("console", "api", "metrics"))
     if not (console or api or metrics):
         raise click.UsageError("say what to serve: --console, --api or --metrics")
@@ -284,7 +265,7 @@ def access(
 
 
 def _set_user(cli: Cli, users: UserFile, name: str, role: str | None, password: str | None) -> None:
-    from delaytasks.console.viewers import Role
+    from delaytasks.console.requests import Role
 
     if password is None:
         cli.require_terminal("access asks for the password on a terminal: --password")

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import click
@@ -37,14 +37,14 @@ from delaytasks.cli.output import (
     sentence,
 )
 from delaytasks.model.errors import DelayTaskError, StoreError, TaskNotFoundError
-from delaytasks.model.filters import Filter, filter_of
+from delaytasks.model.filters import MAX_IDS, filter_of
 from delaytasks.model.inputs import check_id, show_duration
 from delaytasks.model.moves import WAITING, Status
 from delaytasks.model.task import CancelResult, DelayedTask
 from delaytasks.model.text import count, one_line
 from delaytasks.operate import operations
 from delaytasks.operate.operations import Operation, Parameter
-from delaytasks.operate.searches import Follower, changed_at
+from delaytasks.operate.state import changed_at
 from delaytasks.operate.task_calls import BulkResult, pretty_body
 from delaytasks.operate.texts import last_line, show_from_now
 from delaytasks.operate.why import why
@@ -97,10 +97,8 @@ def get(cli: Cli, id: str | None, tag: str | None, key: str | None) -> DelayedTa
 # -- `list`, and the changes that `list --follow` prints ------------------------------------------
 
 
-#: The most changes of the last minute with which `--follow` begins.
-LATELY = 10
-#: Seconds between two reads of `--follow`.
-EVERY_S = 0.5
+#: `--follow` finds tasks that were due so lately, at most so many, and so often in seconds.
+LATELY, MOST_FOLLOWED, EVERY_S = timedelta(minutes=1), 500, 0.5
 LONGEST_DETAIL = 300
 #: The fields of a task that a followed change does not print: they may be long or confidential.
 SECRETS = ("body", "result", "headers")
@@ -112,7 +110,7 @@ TAG_WIDTH = 16
 @click.option("--oldest-first", is_flag=True, help="Begin with the earliest due time.")
 @click.option("--limit", default=100, show_default=True, help="The most tasks, 1 to 1000.")
 @click.option("--cursor", help="Continue after the page that printed this cursor.")
-@click.option("--follow", is_flag=True, help="Print the changes of tasks as they happen.")
+@click.option("--follow", is_flag=True, help="Print tasks as they become due, run and end.")
 @pass_cli
 def list_(
     cli: Cli, oldest_first: bool, limit: int, cursor: str | None, follow: bool, **options: Any
@@ -126,17 +124,17 @@ def list_(
     delaytasks list --tag order.close --key 'order-7*' --limit 10
     delaytasks list --tag mail.send --status FAILED --follow
 
-    With --follow, each line shows a task as it is after its change: scheduled, running, done,
-    failed or cancelled. Of changes within half a second, only the last is shown. The first lines
-    are up to 10 changes of the last minute. Ctrl-C ends the command. With --json, each line is one
-    document, without the body and the result.
+    With --follow, a line shows each task that runs or was due in the last minute, and further lines
+    show its changes, until Ctrl-C. Of changes within half a second, only the last is shown, and of
+    more than 500 tasks only those that were due last. Name ids to follow tasks that are due later.
+    With --json, each line is one document, without the body and the result.
     """
     filters = _filters(options)
     if follow:
         if oldest_first or cursor is not None:
             raise click.UsageError("--follow excludes --oldest-first and --cursor.")
         with suppress(KeyboardInterrupt):  # the way to end this command
-            _follow(cli, filter_of(filters))
+            _follow(cli, filters)
         return
     page = cli.delays.find(**filters, limit=limit, cursor=cursor, newest_first=not oldest_first)
     now = cli.runtime.clock.now()
@@ -158,21 +156,39 @@ def list_(
         cli.note(f"More: the same with --cursor {page.cursor}")
 
 
-def _follow(cli: Cli, where: Filter) -> None:
-    follower, most, is_noted = Follower(cli.store, where), LATELY, False
+def _follow(cli: Cli, filters: dict[str, Any]) -> None:
+    """Print the tasks that have become due or run, and what changes of those that were printed."""
+    wanted = filter_of(filters).status or Status
+    filters = {**filters, "status": None}
+    known: dict[int, DelayedTask] = {}
     while True:
-        tasks, is_incomplete = follower.read()
         now = cli.runtime.clock.now()
-        for task in tasks[-most:]:
+        found = {task.id: task for task in _may_have_changed(cli, filters, known, now)}
+        for task in sorted(found.values(), key=changed_at):
+            before = known.get(task.id)
+            if task.status not in wanted or (before and before.version == task.version):
+                continue
             if cli.is_json:
                 document = task.as_json().items()
                 cli.print_json({name: value for name, value in document if name not in SECRETS})
             else:
                 click.echo(_change_line(task, now))
-        if is_incomplete and not is_noted:
-            cli.note("There are more changes than this command reads; it shows some of them.")
-        most, is_noted = sys.maxsize, is_incomplete
+        known = found
         time.sleep(EVERY_S)
+
+
+def _may_have_changed(
+    cli: Cli, filters: dict[str, Any], known: dict[int, DelayedTask], now: datetime
+) -> Iterator[DelayedTask]:
+    """Find tasks by their due times and ids, since no index leads to the time of a change."""
+    find = functools.partial(cli.delays.find, limit=MOST_FOLLOWED, newest_first=True)
+    if "ids" in filters:
+        yield from find(**filters)
+        return
+    yield from find(**{"since": now - LATELY, "until": now, **filters})
+    live = [task.id for task in [*known.values(), *find(status="RUNNING")] if not task.is_finished]
+    if live:
+        yield from find(**{**filters, "ids": live[:MAX_IDS]})
 
 
 def _change_line(task: DelayedTask, now: datetime) -> str:

@@ -1,8 +1,7 @@
 """The console: web pages that show whether tasks run on time, what failed and why, and repair it.
 
     application     makes the WSGI application from a `DelayTasks` and the rule for its viewers
-    viewers         the roles, who the viewer of a request is, and the file of users
-    requests        the addresses, the shared state, and the checks of each request
+    requests        the roles and the users, the shared state, and the checks of each request
     shown           times, numbers and tasks as the pages show them, and charts as SVG
     forms           the forms of operations, and the function that performs them
     pages           functions that read what the pages show
@@ -14,3 +13,8 @@ from delaytasks.model.text import needs_extra
 
 with needs_extra("console", "the console"):
     import flask as flask
+
+from delaytasks.console.application import make_console
+from delaytasks.console.requests import Role, UserFile, Viewer
+
+__all__ = ["Role", "UserFile", "Viewer", "make_console"]

@@ -17,16 +17,22 @@ from werkzeug.wrappers import Response
 from delaytasks.client import DelayTasks
 from delaytasks.console import forms, requests
 from delaytasks.console import pages as pages  # adds its routes
-from delaytasks.console.requests import SESSION_S, ConsoleState, Viewers, back, route, state, viewer
-from delaytasks.console.shown import install_filters, viewer_zone
-from delaytasks.console.viewers import (
+from delaytasks.console.requests import (
     FIRST_USER,
+    SESSION_S,
+    ConsoleState,
     Role,
     UserFile,
+    Viewers,
+    back,
     derived_key,
     proxy_viewer,
+    route,
     session_key,
+    state,
+    viewer,
 )
+from delaytasks.console.shown import install_filters, viewer_zone
 from delaytasks.model.errors import (
     ConfigError,
     DelayTaskError,
@@ -36,8 +42,8 @@ from delaytasks.model.errors import (
 )
 from delaytasks.model.text import installed_version, one_line
 from delaytasks.operate.operations import FILTERS, OPERATIONS
-from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.operate.serving import add_probes
+from delaytasks.operate.task_calls import SearchTimeoutError
 from delaytasks.recurring.definition import zone_of
 
 logger = logging.getLogger(__name__)

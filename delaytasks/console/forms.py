@@ -21,9 +21,8 @@ from flask import flash, redirect, request, url_for
 from werkzeug.datastructures import MultiDict
 from werkzeug.wrappers import Response
 
-from delaytasks.console.requests import back, given, now, record, route, state, viewer
+from delaytasks.console.requests import Role, back, given, now, record, route, state, viewer
 from delaytasks.console.shown import local_text, viewer_zone
-from delaytasks.console.viewers import Role
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, TaskNotFoundError
 from delaytasks.model.filters import check_ids
 from delaytasks.model.inputs import check_id
@@ -31,8 +30,7 @@ from delaytasks.model.moves import MOVES, Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import CancelResult, DelayedTask
 from delaytasks.operate.operations import ACTOR, FILTERS, INSTANT, OPERATIONS, Operation, Parameter
-from delaytasks.operate.searches import error_filter
-from delaytasks.operate.task_calls import BulkResult
+from delaytasks.operate.task_calls import BulkResult, error_filter
 from delaytasks.operate.texts import parse_past
 
 logger = logging.getLogger(__name__)

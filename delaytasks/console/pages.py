@@ -18,9 +18,8 @@ from sqlalchemy import select
 from werkzeug.wrappers import Response
 
 from delaytasks.console.forms import OFFERS, TaskQuery, chosen_tasks, possible_operations
-from delaytasks.console.requests import SNAPSHOT_S, now, route, runtime, state, viewer
+from delaytasks.console.requests import SNAPSHOT_S, Role, now, route, runtime, state, viewer
 from delaytasks.console.shown import Series, lines, sparkline, stacked_bars, viewer_zone
-from delaytasks.console.viewers import Role
 from delaytasks.db.store import Store
 from delaytasks.db.task_rows import conditions, first_page
 from delaytasks.model.clock import MAX_ID
@@ -30,10 +29,9 @@ from delaytasks.model.inputs import check_id, check_tag, parse_duration
 from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import Page
 from delaytasks.operate.health import verdict_of
-from delaytasks.operate.searches import SearchTimeoutError, limited_search
 from delaytasks.operate.state import DeploymentState, live_groups
 from delaytasks.operate.statistics import OTHER_TAGS, RunTotals, SeriesPoint
-from delaytasks.operate.task_calls import find_tasks
+from delaytasks.operate.task_calls import SearchTimeoutError, find_tasks, limited_search
 from delaytasks.operate.why import why
 from delaytasks.recurring.definition import RecurringSchedule
 

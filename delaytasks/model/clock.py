@@ -260,11 +260,6 @@ def shard_of(id: int) -> int:
     return 0 if id < _FIRST_ID else id >> COUNTER_BITS & MAX_SHARDS - 1
 
 
-def first_id(instant: datetime) -> int:
-    """Return the smallest id that can be made in the millisecond of `instant`."""
-    return (to_us(instant) // 1000 - EPOCH_MS) << (SHARD_BITS + COUNTER_BITS)
-
-
 def made_at(id: int) -> datetime:
     """Return when one of our ids was made."""
     return from_us(((id >> (SHARD_BITS + COUNTER_BITS)) + EPOCH_MS) * 1000)

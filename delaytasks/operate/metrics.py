@@ -1,8 +1,8 @@
 """What Prometheus gets: the metrics of a worker and of a deployment.
 
 The main process of a worker knows what the processes of its pool have run. An exporter reads the
-tables. The folder `monitoring` has the dashboard and the alert rules that use these metrics. This
-module needs the extra `prometheus`. See docs/monitor.md.
+tables. The folder `deployment/monitoring` has a dashboard and alert rules that use these metrics.
+This module needs the extra `prometheus`. See docs/monitor.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from delaytasks.events import Events
 from delaytasks.loops import Loop
 from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.model.moves import LATE_S, late_start
 from delaytasks.model.text import needs_extra
 from delaytasks.operate.serving import SharedCache
 from delaytasks.operate.state import NO_STANDBY, READ_ONLY, DeploymentState, ask_broker
@@ -117,13 +116,6 @@ def run_metrics(totals: Mapping[str, RunCounts]) -> Iterator[Metric]:
         for outcome, number in counts.by_outcome().items()
     }
     yield counter("runs", "Runs by outcome.", outcomes, "tag", "outcome")
-    starts = {
-        (tag, *late_start(late_by)): number
-        for tag, counts in runs
-        for late_by, number in sorted(counts.late_starts.items())
-    }
-    about = f"Runs that began more than {LATE_S:g} s late, by what brought the row, and why then."
-    yield counter("late_starts", about, starts, "tag", "brought_by", "reason")
     late = "Time from the due time of a task to the start of its run."
     for name, bounds, about in (
         ("lateness", LATENESS_BOUNDS_S, late),

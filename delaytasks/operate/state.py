@@ -14,22 +14,24 @@ from datetime import datetime
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Select, Table, and_, func, select
+from sqlalchemy import ColumnElement, Connection, Select, Table, and_, func, literal, null, select
 
 from delaytasks.broker.link import broker_error
 from delaytasks.db.database import Database
+from delaytasks.db.schema import COLUMNS, Schema, by_id, listed
+from delaytasks.db.statements import task_of
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import is_late
-from delaytasks.db.task_rows import distinct_values, has_status, levels_of
+from delaytasks.db.task_rows import distinct_values, first_page, has_status, levels_of
 from delaytasks.db.types import db_now_plus, for_database, once
 from delaytasks.model.clock import to_us
+from delaytasks.model.filters import Filter
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import DEFER_MAX_S
 from delaytasks.operate.policy_calls import with_counts
-from delaytasks.operate.searches import changed_at, failed_tasks, tasks_of_ids
 from delaytasks.operate.statistics import (
     LATE_RANGE,
     FailureGroup,
@@ -235,6 +237,46 @@ def explained(facts: Facts, overdue: Overdue) -> list[OverdueGroup]:
             reason = waits_for(facts, samples[id])[0]
             groups.append(OverdueGroup(queue, tag, tasks, oldest, late_s, reason))
     return groups
+
+
+# -- Tasks without their bodies and results, which may be large ------------------------------------
+
+
+#: The most tasks that `failed_tasks` reads, and the most queues: each costs a query.
+MOST_FAILED, MOST_FAILED_QUEUES = 500, 100
+
+
+def _without_bodies(schema: Schema) -> Select[Any]:
+    without: dict[str, Any] = {"message_body": literal(""), "result": null()}
+    names = ((name, without.get(name, schema.tasks.c[name])) for name in COLUMNS)
+    return select(*(column.label(name) for name, column in names))
+
+
+def failed_tasks(store: Store) -> list[DelayedTask]:
+    """Return the FAILED tasks that were due last, at most `MOST_FAILED` of the first queues."""
+    query, where = _without_bodies(store.schema), Filter(status=frozenset({Status.FAILED}))
+    limits = MOST_FAILED, True, MOST_FAILED_QUEUES
+    rows = store.database.autocommitted(
+        lambda on: first_page(on, query, store.schema.tasks, where, *limits)
+    )
+    return [task_of(row, store.schema) for row in rows]
+
+
+def tasks_of_ids(store: Store, ids: Iterable[int]) -> list[DelayedTask]:
+    """Return the tasks with these ids that exist, whatever their status is."""
+    wanted, t = sorted(set(ids)), store.schema.tasks
+    if not wanted:
+        return []
+    # The range lets the planner leave out partitions. An order of due times could make MySQL read
+    # the index of all past rows.
+    where = (listed(store.database, t.c.id, "ids"), t.c.id.between(wanted[0], wanted[-1]))
+    query = by_id(_without_bodies(store.schema).where(*where), t)
+    rows = store.database.autocommitted(lambda on: on.execute(query, {"ids": wanted}).all())
+    return [task_of(row, store.schema) for row in rows]
+
+
+def changed_at(task: DelayedTask) -> datetime:
+    return task.update_time or task.create_time or task.expected_time
 
 
 # -- Groups of failures that have the same tag and the same kind of error -------------------------

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 # -- A worker counts what its processes have run, and writes it once a minute ---------------------
 
 
-#: The time between two writes. A worker that is killed loses the counts since the last one.
+#: The time between two writes. A worker that is killed, and a write that fails, lose the counts
+#: since the last one.
 WRITE_S = 60.0
 #: How long a process that ends waits for its last write.
 LAST_WRITE_S = 3.0
@@ -59,8 +60,7 @@ class StatisticsWriter:
     """What a worker's processes have run since the worker started.
 
     The pool processes report their counts with each chunk. Any thread may call these methods: one
-    thread writes the counts, and an endpoint for metrics reads `totals`. Counts whose write failed
-    wait for the next one; without a database, nothing runs meanwhile.
+    thread writes the counts, and an endpoint for metrics reads `totals`.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -93,28 +93,18 @@ class StatisticsWriter:
             return {tag: RunCounts(counts) for tag, counts in self._totals.items()}
 
     def write(self) -> None:
-        """Write all counts that are not written yet."""
+        """Write all counts that are not written yet. If that fails, they are lost."""
         with self._lock:
             taken, self._unwritten = self._unwritten, {}
         if not taken:
             return
-        store, is_executed = self._runtime.store, False
+        store, now = self._runtime.store, self._runtime.clock.now()
 
         def work(on: Any) -> None:
-            nonlocal is_executed
-            write_counts(store, on, taken, self._runtime.clock.now())
-            is_executed = True
+            write_counts(store, on, taken, now)
 
-        try:
-            # One try: if a commit is lost, nobody knows whether the counts were added.
-            store.database.repeat(work, store.database.begin, tries=1)
-        except Exception:
-            if not is_executed:
-                with self._lock:
-                    newer, self._unwritten = self._unwritten, taken
-                    for key, counts in newer.items():
-                        add_counts(taken, key, counts, MAX_PATTERNS)
-            raise
+        # One try: if a commit is lost, nobody knows whether the counts were added.
+        store.database.repeat(work, store.database.begin, tries=1)
 
     def write_last(self) -> None:
         """Write what a process that ends has counted.

@@ -14,13 +14,17 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from sqlalchemy import Connection, event, exc
+
+from delaytasks.db.engines import TIMED_OUT
 from delaytasks.loops import CallGroup, twin
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import (
     BodyEncryptedError,
     InvalidInputError,
+    StoreError,
     StoreUnavailableError,
     TaskCancelledError,
     TaskFailedError,
@@ -28,7 +32,16 @@ from delaytasks.model.errors import (
     TaskStateError,
     WaitTimeoutError,
 )
-from delaytasks.model.filters import BulkFilter, Filter, Filters, LogEntry, To, filter_of, new_due
+from delaytasks.model.filters import (
+    BulkFilter,
+    Filter,
+    Filters,
+    LogEntry,
+    To,
+    check_error,
+    filter_of,
+    new_due,
+)
 from delaytasks.model.inputs import (
     CELERY_PREFIX,
     MAX_DELAY_S,
@@ -59,9 +72,12 @@ from delaytasks.operate.texts import last_line
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from delaytasks.db.database import Database
     from delaytasks.db.store import Store
     from delaytasks.model.inputs import Delay
     from delaytasks.runtime import Runtime
+
+T = TypeVar("T")
 
 # -- One task -------------------------------------------------------------------------------------
 
@@ -180,10 +196,7 @@ def find_tasks(
         find = partial(runtime.store.tasks.find, where, limit, cursor, newest_first=newest_first)
         if time_limit_s is None or on is not None:
             return find(on=on)
-        from delaytasks.operate.searches import limited_search
-
-        database = runtime.store.database
-        return limited_search(database, lambda own: find(on=own), time_limit_s)
+        return limited_search(runtime.store.database, lambda own: find(on=own), time_limit_s)
 
 
 def cancel_task(
@@ -220,6 +233,92 @@ def cancel_task(
 
 def is_several(names: Any) -> bool:
     return isinstance(names, Iterable) and not isinstance(names, (str, bytes))
+
+
+# -- Searches that end in time: some filters have no index, and read the whole table ---------------
+
+
+class SearchTimeoutError(StoreError):
+    """A search took too long. Narrow its filter, for example by a status."""
+
+
+#: For the servers, 0 is no limit.
+LEAST_LIMIT_S = 0.001
+#: SQLite asks whether to go on each time it has executed this number of its instructions.
+SQLITE_INSTRUCTIONS = 10_000
+
+
+def limited_search(database: Database, work: Callable[[Any], T], limit_s: float) -> T:
+    """Run a search of one or more statements.
+
+    Each statement ends after `limit_s` seconds, and no statement begins later.
+
+    Raises
+    ------
+    SearchTimeoutError
+        If the search has reached the limit.
+    """
+    limit_s = max(limit_s, LEAST_LIMIT_S)
+
+    def limited(connection: Connection) -> T:
+        deadline = monotonic() + limit_s
+
+        def check(*_: Any) -> None:
+            if monotonic() > deadline:
+                raise _timeout(limit_s)
+
+        event.listen(connection, "before_cursor_execute", check)
+        try:
+            return work(connection)
+        except exc.DBAPIError as error:
+            if TIMED_OUT.caused(error.orig):
+                raise _timeout(limit_s) from error
+            raise
+        finally:
+            # The statement that resets the limit of the connection follows.
+            event.remove(connection, "before_cursor_execute", check)
+
+    return database.repeat(limited, partial(_limited, database, limit_s))
+
+
+def _timeout(limit_s: float) -> SearchTimeoutError:
+    return SearchTimeoutError(
+        f"the search took longer than {limit_s:.1f} s: narrow its filter, for example by a status, "
+        "a queue or a range of times"
+    )
+
+
+@contextmanager
+def _limited(database: Database, limit_s: float) -> Iterator[Connection]:
+    """Yield a connection whose statements end after `limit_s` seconds."""
+    if database.backend == "postgresql":
+        with database.begin() as connection:
+            # It ends with the transaction, so that no pooled connection keeps it.
+            connection.exec_driver_sql(f"SET LOCAL statement_timeout = {round(limit_s * 1000)}")
+            yield connection
+        return
+    with database.auto.connect() as connection, database.bounded(connection):
+        if database.backend == "sqlite":
+            deadline, driver = monotonic() + limit_s, cast(Any, connection.connection)
+            set_handler = driver.driver_connection.set_progress_handler
+            set_handler(lambda: monotonic() > deadline, SQLITE_INSTRUCTIONS)
+            reset: Callable[[], object] = partial(set_handler, None, 0)
+        else:
+            name, value = "max_execution_time", f"{limit_s * 1000:.0f}"
+            if getattr(connection.dialect, "is_mariadb", False):
+                name, value = "max_statement_time", f"{limit_s:.3f}"
+            connection.exec_driver_sql(f"SET SESSION {name} = {value}")
+            reset = partial(connection.exec_driver_sql, f"SET SESSION {name} = DEFAULT")
+        try:
+            yield connection
+        finally:
+            if not connection.invalidated:
+                reset()
+
+
+def error_filter(text: str) -> str:
+    """Return the filter `error` of `find` for a text that a person typed: a part, or a pattern."""
+    return check_error(text if "*" in text else f"*{text}*")
 
 
 # -- All tasks that a filter matches --------------------------------------------------------------

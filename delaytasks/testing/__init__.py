@@ -5,7 +5,6 @@ See docs/testing.md. pytest finds the fixtures of the package `pytest_delaytasks
 
 from unittest.mock import ANY
 
-from delaytasks.testing.simulated import SentTask
-from delaytasks.testing.tester import DelaysTester, Run, create_tables
+from delaytasks.testing.tester import DelaysTester, Run, SentTask, create_tables
 
 __all__ = ["ANY", "DelaysTester", "Run", "SentTask", "create_tables"]

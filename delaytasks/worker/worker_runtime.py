@@ -310,6 +310,8 @@ class StandaloneWorker:
         pool_processes = processes_of(app)
         app.set_current()
         self.hostname = f"run{os.getpid()}-{secrets.token_hex(2)}@{socket.gethostname()}"
+        # Celery's own code for Django reads it after the signal.
+        self.pool_cls = get_implementation("solo" if processes is None else "prefork")
         if processes is not None:
             app.loader.init_worker()
             signals.worker_init.send(sender=self)
@@ -323,8 +325,8 @@ class StandaloneWorker:
         self.runtime = WorkerRuntime(parts, pool_processes, self)
 
     def _make_pool(self, app: Any, processes: int | None) -> Any:
-        conf, kind = app.conf, get_implementation("solo" if processes is None else "prefork")
-        return kind(
+        conf = app.conf
+        return self.pool_cls(
             processes or 1,
             app=app,
             initargs=(app, self.hostname),

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select, text
 
 from delaytasks import DelayedTask, DelayTasks, Status, StoreError
-from delaytasks.operate.searches import limited_search
+from delaytasks.operate.task_calls import limited_search
 from tests.conformance.bulk_tasks import NOON
 from tests.world import World
 
@@ -156,27 +156,3 @@ def test_a_search_ends_at_its_limit_and_the_connections_keep_none(world: World) 
     with world.begin() as connection:
         assert float(connection.execute(limit).scalar_one()) == 0
     assert float(world.rows(limit)[0][0]) == 0
-
-
-# A follower finds the changes of tasks in each database
-
-
-def seen(follower: Any) -> list[tuple[int, str]]:
-    return [(task.id, task.status.name) for task in follower.read().tasks]
-
-
-def test_each_change_is_shown_once(world: World) -> None:
-    backlog = world.put(due_s=-3600, update_time=world.now() - timedelta(hours=1))
-    follower = world.follow()
-    task = world.schedule(body={"secret": 1})
-    [found] = follower.read().tasks
-    assert (found.id, found.status.name) == (task.id, "NOT_COMPLETE")
-    assert found.body_json == "", "bodies are not read"
-    assert seen(follower) == []
-    world.claim(task)
-    assert seen(follower) == [(task.id, "RUNNING")]
-    # The follower has not seen it yet, and it was due long ago, so only its status leads to it.
-    [claimed] = world.claim(backlog)
-    assert seen(follower) == [(backlog.id, "RUNNING")]
-    world.change(backlog, status=1, version=claimed.version + 1)
-    assert seen(follower) == [(backlog.id, "DONE")], "it was seen before"

@@ -130,9 +130,11 @@ def test_some_ids_are_found_by_the_primary_key(either: PlannedWorld) -> None:
 
 
 def test_a_read_of_the_state_scans_no_table(analysed: PlannedWorld) -> None:
-    for filters in ({}, {"tag": "note"}, {"key": "k"}):
-        check(analysed, partial(analysed.changes, **filters))
-    for work in (analysed.running, analysed.overdue, analysed.unserved):
+    find = partial(analysed.delays.find, limit=50, newest_first=True)
+    lately = {"since": analysed.now() - timedelta(minutes=1), "until": analysed.now()}
+    found = [partial(find, **lately, **more) for more in ({}, {"tag": "note"}, {"key": "k"})]
+    found.append(partial(find, status="RUNNING"))
+    for work in (*found, analysed.running, analysed.overdue, analysed.unserved):
         check(analysed, work)
 
 

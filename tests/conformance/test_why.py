@@ -14,7 +14,6 @@ from delaytasks import DelayedTask, DelayTasks, Retry, Status
 from delaytasks.cli.status import read_deployment
 from delaytasks.model.clock import to_us
 from delaytasks.operate.health import verdict_of
-from delaytasks.operate.metrics import run_metrics
 from delaytasks.run.runner import FailureReason
 from tests.world import MainProcess, MakeWorld, World
 from tests.world.recording import explain
@@ -157,16 +156,10 @@ def test_a_late_start_names_what_kept_its_worker_from_it(
         assert late_start(world, task) == ("entry", expected)
 
 
-def test_late_starts_are_counted_for_the_verdict_and_the_metrics(world: World) -> None:
+def test_late_starts_are_counted_for_the_verdict(world: World) -> None:
     main = MainProcess(world)
     tasks = [world.put(), late(world), late(world)]
     main.write_counts(world.run(*tasks, world.schedule()))
     main.close()
     [problem] = verdict_of(read_deployment(world.delays)).problems
     assert problem.text.startswith("3 runs of the last 15 minutes began late: 2 because no message")
-    assert main.runtime.statistics is not None
-    metrics = {metric.name: metric for metric in run_metrics(main.runtime.statistics.totals())}
-    samples = metrics["delaytasks_late_starts"].samples
-    assert [(one.labels["reason"], one.value) for one in samples] == [
-        ("unnoticed", 2), ("scheduled_late", 1),
-    ]  # fmt: skip

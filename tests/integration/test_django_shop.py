@@ -76,3 +76,16 @@ def test_the_tests_of_the_admin_pass(fresh_url: str) -> None:
     tests = "tests/integration/django_admin_tests.py"
     command = [sys.executable, "-m", "pytest", "-q", *options, tests]
     output_of(command, env={**os.environ, "ADMIN_DATABASE_URL": fresh_url})
+
+
+# -- without a broker -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fresh_url", ["sqlite"], indirect=True)
+def test_celery_closes_djangos_connections_in_the_processes_of_run(fresh_url: str) -> None:
+    delays = partial(manage, fresh_url, "manage.py", "delays")
+    manage(fresh_url, "manage.py", "migrate")
+    delays("schedule", "order.close", '{"order": 7}', "--delay", "0")
+    said = delays("run", "-c", "1")
+    assert "took 1 task" in said
+    assert "Signal handler" not in said, "Celery's own code for Django failed"

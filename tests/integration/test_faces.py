@@ -24,7 +24,7 @@ from delaytasks import DelayTasks
 from delaytasks.cli import main as cli
 from delaytasks.console.application import make_console
 from delaytasks.console.forms import OFFERS
-from delaytasks.console.viewers import Role, Viewer
+from delaytasks.console.requests import Role, Viewer
 from delaytasks.http_api.api_keys import ApiKeys, new_entry
 from delaytasks.http_api.routes import COMPONENTS, ROUTES, Route, make_api
 from delaytasks.operate.operations import (

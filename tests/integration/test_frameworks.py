@@ -30,7 +30,7 @@ from delaytasks import ConfigError, DelayTasks
 from delaytasks.callbacks import webhook
 from delaytasks.callbacks.signatures import SigningKeys
 from delaytasks.console.application import make_console
-from delaytasks.console.viewers import Role, Viewer
+from delaytasks.console.requests import Role, Viewer
 from delaytasks.contrib import asgi
 from delaytasks.contrib import flask as flask_mounts
 from delaytasks.contrib.asgi import delays_lifespan, request_transaction

@@ -13,8 +13,7 @@ from typing_extensions import assert_type
 
 from delaytasks import DelayedTask, DelayTasks
 from delaytasks.callbacks import Received, verify, webhook
-from delaytasks.console.application import make_console
-from delaytasks.console.viewers import Role, UserFile, Viewer
+from delaytasks.console import Role, UserFile, Viewer, make_console
 from delaytasks.contrib import asgi
 from delaytasks.contrib import flask as flask_mounts
 from delaytasks.contrib.asgi import delays_lifespan

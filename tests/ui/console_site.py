@@ -18,8 +18,7 @@ from flask.testing import FlaskClient
 from delaytasks import DelayTasks, Retry
 from delaytasks.cli.servers import Place, make_server
 from delaytasks.console.application import make_console
-from delaytasks.console.requests import EXTENSION
-from delaytasks.console.viewers import Role, Viewer
+from delaytasks.console.requests import EXTENSION, Role, Viewer
 from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.filters import LogEntry

@@ -12,10 +12,18 @@ import pytest
 from werkzeug.routing import Rule
 
 from delaytasks import ConfigError
-from delaytasks.console import requests, viewers
+from delaytasks.console import requests
 from delaytasks.console.application import make_console
-from delaytasks.console.requests import EXTENSION, MOST_ACTIVE, SESSION_S
-from delaytasks.console.viewers import LoginLimit, Role, UserFile, Viewer, proxy_viewer
+from delaytasks.console.requests import (
+    EXTENSION,
+    MOST_ACTIVE,
+    SESSION_S,
+    LoginLimit,
+    Role,
+    UserFile,
+    Viewer,
+    proxy_viewer,
+)
 from delaytasks.model.clock import monotonic
 from delaytasks.model.filters import LogEntry
 from delaytasks.runtime import runtime_of
@@ -227,7 +235,7 @@ def test_wrong_logins_are_limited_by_name_and_address(
     users.set("bob", "a long password", Role.VIEW)
     console = make_console(site.delays, users)
     client = console.test_client()
-    for _ in range(viewers.MOST_FAILURES):
+    for _ in range(requests.MOST_FAILURES):
         assert log_in(client, name, password).status_code == 401
     answer = log_in(client, name, "a long password")
     assert answer.status_code == 429, "the right password is refused too, for a while"
@@ -240,14 +248,14 @@ def test_wrong_logins_are_limited_by_name_and_address(
 
 def test_an_address_cannot_try_passwords_of_many_names(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = LoginLimit()
-    for number in range(viewers.MOST_OF_ADDRESS):
+    for number in range(requests.MOST_OF_ADDRESS):
         assert limit.wait_s(f"user-{number}", "192.0.2.7") == 0
         limit.failed(f"user-{number}", "192.0.2.7")
         limit.succeeded("ann", "192.0.2.7")
     assert limit.wait_s("ann", "192.0.2.7") > 0
     assert limit.wait_s("ann", "192.0.2.8") == 0
-    over = monotonic() + viewers.PERIOD_S
-    monkeypatch.setattr(viewers, "monotonic", lambda: over)
+    over = monotonic() + requests.PERIOD_S
+    monkeypatch.setattr(requests, "monotonic", lambda: over)
     assert limit.wait_s("ann", "192.0.2.7") == 0
 
 

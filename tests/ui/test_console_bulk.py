@@ -12,7 +12,7 @@ from werkzeug.datastructures import MultiDict
 
 from delaytasks import StoreUnavailableError
 from delaytasks.console import forms
-from delaytasks.console.viewers import Role
+from delaytasks.console.requests import Role
 from delaytasks.operate import task_calls as bulk
 from tests.ui.chromium import MODES, watched
 from tests.ui.console_site import Site, post, served

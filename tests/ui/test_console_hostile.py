@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 import pytest
 
 from delaytasks import Status
-from delaytasks.console.viewers import Role, Viewer
+from delaytasks.console.requests import Role, Viewer
 from delaytasks.run.observers import error_pattern
 from tests.ui.chromium import watched
 from tests.ui.console_site import HOSTILE, Site, add_hostile, fill, make_delays, post, served

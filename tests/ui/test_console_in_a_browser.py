@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from delaytasks.console.application import make_console
-from delaytasks.console.viewers import UserFile
+from delaytasks.console.requests import UserFile
 from tests.ui.chromium import MODES, watched
 from tests.ui.console_site import Site, served
 

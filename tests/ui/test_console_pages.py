@@ -15,11 +15,11 @@ from sqlalchemy import event
 from delaytasks import StoreUnavailableError
 from delaytasks.console import pages
 from delaytasks.console.pages import PERIODS, SEARCH_S
-from delaytasks.console.viewers import Role
+from delaytasks.console.requests import Role
 from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.model.clock import UTC
 from delaytasks.model.text import installed_version
-from delaytasks.operate.searches import SearchTimeoutError
+from delaytasks.operate.task_calls import SearchTimeoutError
 from delaytasks.run.observers import OTHER_TAGS
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, chart_titles, fill, make_delays, post, write_runs

@@ -12,11 +12,11 @@ import pytest
 from delaytasks import NewTask, Status
 from delaytasks.cli.status import read_deployment
 from delaytasks.console import pages, requests
-from delaytasks.console.viewers import Role
+from delaytasks.console.requests import Role
 from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import AN_HOUR, hour_of
-from delaytasks.operate import searches, state
+from delaytasks.operate import state
 from delaytasks.operate.health import Verdict, verdict_of
 from delaytasks.operate.statistics import StatisticsWriter
 from delaytasks.runtime import runtime_of
@@ -218,7 +218,7 @@ def test_failures_beyond_those_that_are_read_are_counted(
     shop: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are four failures of one tag, and then 30 of another one, of which 20 are read."""
-    monkeypatch.setattr(searches, "MOST_FAILED", 20)
+    monkeypatch.setattr(state, "MOST_FAILED", 20)
     run(shop, "pay.notify", 4)
     run(shop, "report.build", 30)
     verdict = judge(shop)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks.cli.servers import MONITORING, monitoring_file
-from tests.doc_pages import block_beginning
+from tests.doc_pages import RULES, block_beginning
 
 #: The state of a deployment without problems: series and their values, one each minute.
 HEALTHY = {
@@ -80,12 +79,12 @@ def promtool(*arguments: str, cwd: Path) -> tuple[int, str]:
 
 @pytest.fixture
 def rules(tmp_path: Path) -> Path:
-    (tmp_path / MONITORING["rules"]).write_text(monitoring_file("rules"))
+    shutil.copy(RULES, tmp_path)
     return tmp_path
 
 
 def alert_names() -> list[str]:
-    return re.findall(r"- alert: (\w+)", monitoring_file("rules"))
+    return re.findall(r"- alert: (\w+)", RULES.read_text())
 
 
 def fired(rules: Path, changes: dict[str, str]) -> tuple[list[str], str]:
@@ -102,7 +101,7 @@ def fired(rules: Path, changes: dict[str, str]) -> tuple[list[str], str]:
         for minute in (65, 70, 90)
     ]
     document = {
-        "rule_files": [MONITORING["rules"]],
+        "rule_files": [RULES.name],
         "evaluation_interval": "1m",
         "tests": [{"interval": "1m", "input_series": series, "alert_rule_test": tests}],
     }
@@ -116,7 +115,6 @@ def fired(rules: Path, changes: dict[str, str]) -> tuple[list[str], str]:
 def test_prometheus_accepts_the_configuration_in_the_documentation(rules: Path) -> None:
     block = block_beginning("docs/monitor.md", "scrape_configs:")
     (rules / "prometheus.yml").write_text(block.text)
-    (rules / "delaytasks-rules.yml").write_text(monitoring_file("rules"))
     status, said = promtool("check", "config", "prometheus.yml", cwd=rules)
     assert (status, f"{len(alert_names())} rules found" in said) == (0, True), said
 

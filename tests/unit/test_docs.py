@@ -38,7 +38,6 @@ from sqlalchemy.schema import CreateIndex
 
 from delaytasks import Status
 from delaytasks.cli.main import delays, main
-from delaytasks.cli.servers import monitoring_file
 from delaytasks.db.schema import Schema
 from delaytasks.events import _LOG_LEVELS as LEVELS
 from delaytasks.events import Events
@@ -54,7 +53,16 @@ from delaytasks.worker.sweep import STALE_CHECK_S
 from tests.conformance.test_connections import ROUND_TRIPS
 from tests.conftest import new_world
 from tests.doc_commands import check_command, command_lines, extras, runs_here
-from tests.doc_pages import NAMES, ROOT, SHELLS, block_beginning, blocks, environment, files_test
+from tests.doc_pages import (
+    NAMES,
+    ROOT,
+    RULES,
+    SHELLS,
+    block_beginning,
+    blocks,
+    environment,
+    files_test,
+)
 from tests.unit.test_cli import commands
 from tests.world import MOVES, World
 
@@ -103,7 +111,7 @@ def test_each_metric_and_each_alert_is_explained() -> None:
     text = page("monitor") + page("tables-and-terms")
     assert not [name for name in metric_names() if not re.search(rf"[`\"]{name}[`{{\"]", text)]
     shown = re.findall(r"^\| `(DelayTasks\w+)` \|", text, re.MULTILINE)
-    assert shown == re.findall(r"- alert: (\w+)", monitoring_file("rules"))
+    assert shown == re.findall(r"- alert: (\w+)", RULES.read_text())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 import pytest
 from prometheus_client import CollectorRegistry
 
-from delaytasks.cli.servers import monitoring_file
 from delaytasks.events import Events
 from delaytasks.operate import metrics as prometheus
 from delaytasks.operate.metrics import FAULT_EVENTS, MetricsEndpoint
 from delaytasks.operate.serving import SharedCache
 from delaytasks.settings import Address
+from tests.doc_pages import DASHBOARD
 from tests.services import free_port
 from tests.waiting import wait_until
 from tests.world.recording import ManualTime
@@ -56,9 +56,7 @@ def test_a_port_that_another_worker_still_has_is_served_as_soon_as_it_is_free(
 
 
 def test_the_dashboard_shows_the_fault_events_whose_counters_begin_at_zero() -> None:
-    [shown] = re.findall(
-        r'delaytasks_events_total\{event=~\\"([^"\\]+)\\"', monitoring_file("dashboard")
-    )
+    [shown] = re.findall(r'delaytasks_events_total\{event=~\\"([^"\\]+)\\"', DASHBOARD.read_text())
     assert sorted(shown.split("|")) == sorted(FAULT_EVENTS)
 
 

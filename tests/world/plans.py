@@ -18,9 +18,7 @@ from delaytasks import DelayedTask, Status
 from delaytasks.db import bulk_moves
 from delaytasks.db.statements import Prepared
 from delaytasks.db.store import Store
-from delaytasks.model.filters import filter_of
 from delaytasks.operate.health import HealthChecks
-from delaytasks.operate.searches import Follower
 from delaytasks.operate.state import find_overdue
 from delaytasks.operate.task_calls import bulk_filter_of
 from delaytasks.operate.why import Facts
@@ -72,10 +70,6 @@ class PlannedWorld(World):
         self.execute(f"ANALYZE {'TABLE' * (self.kind == 'mysql')} {self.table(name).name}")
 
     # -- what processes read ----------------------------------------------------------------------
-
-    def changes(self, **filters: str) -> object:
-        """Read what has changed, as the console does."""
-        return Follower(self.store, filter_of(filters)).read()
 
     def running(self) -> object:
         return self.store.policies.count(Status.RUNNING)

@@ -27,10 +27,8 @@ from delaytasks.db.sweep_queries import Renewed, ServiceTimes
 from delaytasks.db.types import Capabilities, UTCDateTime, db_now_plus
 from delaytasks.limits.admission import Admission
 from delaytasks.model.clock import Clock, IdMaker, to_us
-from delaytasks.model.filters import filter_of
 from delaytasks.model.moves import SettlingMove
 from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement
-from delaytasks.operate.searches import Follower
 from delaytasks.operate.state import DeploymentState, LiveGroup, live_groups
 from delaytasks.operate.why import Reason, why
 from delaytasks.run.runner import Report, Runner
@@ -301,12 +299,6 @@ class World:
     def live(self) -> dict[str, list[LiveGroup]]:
         """Return the queues and the tags that the command `status` shows."""
         return live_groups(self.state())
-
-    def follow(self, **filters: Any) -> Follower:
-        """Return a reader of changes, as `list --follow` uses it, that has read once."""
-        follower = Follower(self.store, filter_of(filters))
-        follower.read()
-        return follower
 
     def why(self, task: DelayedTask) -> list[Reason]:
         """Return what the tables say of a task that has not run."""

@@ -20,7 +20,7 @@ from django.urls import re_path
 from django.views.decorators.csrf import csrf_exempt
 
 if TYPE_CHECKING:
-    from delaytasks.console.viewers import Viewer
+    from delaytasks.console.requests import Viewer
 
 
 def __getattr__(name: str) -> Any:
@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
 
 def staff_viewer(request: HttpRequest) -> Viewer | None:
     """Let staff look at the console, and superusers change everything."""
-    from delaytasks.console.viewers import Role, Viewer
+    from delaytasks.console.requests import Role, Viewer
 
     user: Any = getattr(request, "user", None)
     if user is None or not user.is_active or not user.is_staff:
@@ -91,7 +91,7 @@ def mount(wsgi: Any) -> list[Any]:
 
 def _environ(request: HttpRequest, path: str) -> dict[str, Any]:
     """Return the WSGI environment of a request, which may come from an ASGI server."""
-    from delaytasks.console.viewers import HOST_REQUEST
+    from delaytasks.console.requests import HOST_REQUEST
 
     script = request.path[: len(request.path) - len(path)].rstrip("/")
     text = {name: value for name, value in request.META.items() if isinstance(value, str)}

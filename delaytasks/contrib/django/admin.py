@@ -31,8 +31,13 @@ from delaytasks.model.moves import MOVES, Status
 from delaytasks.model.task import DelayedTask, Page
 from delaytasks.model.text import count, one_line
 from delaytasks.operate.operations import OPERATIONS, Operation
-from delaytasks.operate.searches import SearchTimeoutError, error_filter
-from delaytasks.operate.task_calls import find_tasks, pretty_body, pretty_result
+from delaytasks.operate.task_calls import (
+    SearchTimeoutError,
+    error_filter,
+    find_tasks,
+    pretty_body,
+    pretty_result,
+)
 from delaytasks.operate.texts import last_line, show_from_now
 from delaytasks.runtime import runtime_of
 

@@ -20,7 +20,7 @@ from delaytasks import ConfigError
 from delaytasks.cli import servers
 from delaytasks.cli.servers import Place, make_server
 from delaytasks.console.application import standalone
-from delaytasks.console.viewers import FIRST_USER
+from delaytasks.console.requests import FIRST_USER
 from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys
 from delaytasks.http_api.routes import make_api
 from delaytasks.settings import Address

@@ -23,7 +23,7 @@ from delaytasks.cli import tasks
 from delaytasks.db import migrations
 from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.db.types import db_now_plus
-from delaytasks.model.task import Entry
+from delaytasks.model.task import Entry, Settlement
 from delaytasks.model.text import installed_version
 from delaytasks.operate import health
 from delaytasks.operate.health import HealthChecks
@@ -136,6 +136,18 @@ def test_follow_prints_a_line_for_each_change(shop: Project) -> None:
     dim, bold, red, end = "\x1b[2m", "\x1b[1m", "\x1b[31m", "\x1b[0m"
     assert styled == f"{dim}{end} {red}FAILED      {end} {bold}bad             {end} "
     assert on_a_terminal.count("\x1b") == styled.count("\x1b"), "no text of a task has a color"
+
+
+def test_follow_shows_how_a_late_task_that_runs_ends(shop: Project) -> None:
+    shop.overdue("ok")
+    claims = shop.store.claims("worker", None)
+    [task] = claims.claim_due("default", [0], 1)
+    lines = during(
+        lambda: claims.settle([Settlement(task, "succeed")]), shop, "--tag", "ok"
+    ).splitlines()
+    assert [line.split()[1:4] for line in lines] == [
+        [status, "ok", str(task.id)] for status in ("RUNNING", "DONE")
+    ]
 
 
 def test_follow_in_json_has_a_document_in_each_line(shop: Project) -> None:

@@ -18,7 +18,7 @@ import requests
 from prometheus_client import CollectorRegistry, Counter, start_http_server
 
 from delaytasks import Status
-from delaytasks.cli.servers import monitoring_file
+from tests.doc_pages import DASHBOARD, RULES
 from tests.integration.conftest import Deploy
 from tests.services import Server, free_port
 from tests.waiting import wait_until
@@ -117,7 +117,7 @@ def test_every_expression_of_the_dashboard_has_a_result(
     ):
         wait_until(partial(prometheus.has, query, number), 60, query, every_s=0.3)
 
-    panels = json.loads(monitoring_file("dashboard"))["panels"]
+    panels = json.loads(DASHBOARD.read_text())["panels"]
     targets = [(panel["title"], it) for panel in panels for it in panel.get("targets", ())]
     assert len(targets) > 25
     for title, target in targets:
@@ -127,4 +127,4 @@ def test_every_expression_of_the_dashboard_has_a_result(
         compared = re.sub(r"==|[<>]", r"\g<0> bool", text)
         wait_until(partial(prometheus.results, compared), 30, f"{title}: {compared}", 0.3)
         assert names_in(text) <= prometheus.names(), title
-    assert names_in(re.sub("#.*", "", monitoring_file("rules"))) <= prometheus.names()
+    assert names_in(re.sub("#.*", "", RULES.read_text())) <= prometheus.names()
