@@ -195,13 +195,22 @@ class Cli:
         rerun`, `delaytasks -A APP db` or `flask --app APP delays db`. The user may have called
         `delaytasks -A shop`, or `celery -A shop delays`.
         """
-        # A Django project may have an app of its own, under any name.
-        if self.app_name is not None and "manage.py" not in self.command:
-            message = message.replace("celery -A … ", f"celery -A {self.app_name} ")
+        message = re.sub(r"celery -A … worker(?: -Q \S+)?", self._worker_command, message)
         group = self.ctx.command
         names = group.list_commands(self.ctx) if isinstance(group, click.Group) else []
         ours = rf"(?:delaytasks (?:-A APP )?|flask --app APP delays )(?=(?:{'|'.join(names)})\b)"
         return re.sub(rf"\b{ours}", lambda _: f"{self.command} ", message)
+
+    def _worker_command(self, found: re.Match[str]) -> str:
+        """Return what starts a worker here, in place of `celery -A … worker`."""
+        if self.delays.settings.timer_kind == "direct":
+            return f"{self.command} run --forever"
+        # A Django project may have an app of its own, under any name.
+        if self.app_name is None or "manage.py" in self.command:
+            return found[0]
+        if self.app.conf.broker_url is None:
+            return f"{self.command} up"
+        return found[0].replace("…", self.app_name)
 
 
 #: Passes the `Cli` to a command as its first argument.

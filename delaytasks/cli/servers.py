@@ -90,6 +90,8 @@ def serve(cli: Cli, trusted_proxy: str | None, **options: Any) -> None:
     if options["proxy_header"] is not None and trusted_proxy is not None:
         # --proxy is compared with the address that --trusted-proxy replaces by the browser's.
         raise ConfigError("--proxy-header and --trusted-proxy cannot be combined")
+    with needs_extra("console"):  # before the first start makes a password
+        import waitress  # noqa: F401
     if console or api:  # metrics need no processors
         cli.import_processors()
     apps: dict[str, tuple[Any, Place]] = {}

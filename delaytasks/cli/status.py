@@ -365,9 +365,7 @@ def _workers(cli: Cli, found: dict[str, Any]) -> Part:
         )
         looks = {"folded": "worker,queues", "extra": "pool,version,up for,clock offset"}
         return Table.of(columns, found["workers"], made, **looks)
-    is_direct = found["timer"]["name"] == "direct"
-    how = "delaytasks run --forever" if is_direct else "celery -A … worker"
-    return cli.rewrite(f"no workers; start one with: {how}"), NOTED
+    return cli.rewrite("no workers; start one with: celery -A … worker"), NOTED
 
 
 # -- `--probe` and `--ahead` ----------------------------------------------------------------------

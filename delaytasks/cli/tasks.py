@@ -90,7 +90,7 @@ def get(cli: Cli, id: str | None, tag: str | None, key: str | None) -> DelayedTa
             raise
         found = cli.delays.find(tag=tag, key=key, limit=100, newest_first=True).tasks
         if not found:
-            raise
+            raise TaskNotFoundError(f"no task of the tag {tag!r} has the key {key!r}") from None
         return max(found, key=lambda task: (task.create_time or task.expected_time, task.id))
 
 

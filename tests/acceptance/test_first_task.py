@@ -11,7 +11,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,30 @@ SERVERS = {
     "uvicorn": "startup complete",
     "celery -A shop worker": " ready.",
     "celery -A shop beat": " is starting.",
+    "python manage.py delays run": "Runs tasks",
+    "flask --app shop delays run": "Runs tasks",
+    "celery -A shop delays run": "Runs tasks",
+}
+BROKER = '"redis://localhost:6379/0"'
+WORKER = "celery -A shop worker -B --loglevel INFO"
+DIRECT = {'{"namespace": "shop"}': '{"namespace": "shop", "timer": "direct"}'}
+#: What a reader without Redis writes instead, as the pages say.
+WITHOUT_REDIS = {
+    "Django": {
+        **DIRECT,
+        f"CELERY_BROKER_URL = {BROKER}": "",
+        WORKER: "python manage.py delays run --forever",
+    },
+    "Flask-SQLAlchemy": {
+        **DIRECT,
+        f'{{"broker_url": {BROKER}}}': "{}",
+        WORKER: "flask --app shop delays run --forever",
+    },
+    "FastAPI and asyncio": {
+        f'"shop", broker={BROKER}': '"shop"',
+        "DelayTasks(app, DATABASE_URL)": 'DelayTasks(app, DATABASE_URL, timer="direct")',
+        WORKER: "celery -A shop delays run --forever",
+    },
 }
 #: The environment of the test has this already.
 SKIPPED = ("python -m venv", ". .venv/bin/activate", "pip install")
@@ -36,10 +61,10 @@ SKIPPED = ("python -m venv", ". .venv/bin/activate", "pip install")
 class Reader:
     """A reader who follows a page in an empty folder."""
 
-    def __init__(self, folder: Path, broker_url: str) -> None:
+    def __init__(self, folder: Path, own: Mapping[str, str]) -> None:
         self.folder = folder
-        #: The address of the reader's Redis and the port of the web server, by those of the page.
-        self._own = {"redis://localhost:6379/0": broker_url, "8000": str(free_port())}
+        #: What the reader has or writes, by the words of the page.
+        self._own = {**own, "8000": str(free_port())}
         python = os.environ.get("DELAYTASKS_TEST_PYTHON", sys.executable)
         path = os.pathsep.join([str(Path(python).parent), os.environ["PATH"]])
         self._environment = clean_environment(PATH=path, PYTHONUNBUFFERED="1")
@@ -94,16 +119,8 @@ class Reader:
             process.kill()
 
 
-@pytest.fixture
-def reader(tmp_path: Path, start_redis: Callable[..., RedisServer]) -> Iterator[Reader]:
-    folder = tmp_path / "reader"
-    folder.mkdir()
-    made = Reader(folder, start_redis().url)
-    yield made
-    made.close()
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("has_redis", [True, False], ids=["redis", "direct"])
 @pytest.mark.parametrize(
     ("name", "heading", "more", "tests"),
     [
@@ -113,8 +130,22 @@ def reader(tmp_path: Path, start_redis: Callable[..., RedisServer]) -> Iterator[
     ],
 )
 def test_a_reader_sees_the_task_done_and_tests_pass(
-    name: str, heading: str, more: str, tests: str, reader: Reader
+    name: str,
+    heading: str,
+    more: str,
+    tests: str,
+    has_redis: bool,
+    tmp_path: Path,
+    start_redis: Callable[..., RedisServer],
 ) -> None:
+    own = {BROKER: f'"{start_redis().url}"'} if has_redis else WITHOUT_REDIS[tests]
+    folder = tmp_path / "reader"
+    folder.mkdir()
+    with closing(Reader(folder, own)) as reader:
+        follow(reader, name, heading, more, tests)
+
+
+def follow(reader: Reader, name: str, heading: str, more: str, tests: str) -> None:
     page = ROOT / f"docs/{name}.md"
     first_task = section(page, heading)
     for block in [*first_task, *section(page, more)]:
