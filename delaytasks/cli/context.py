@@ -208,7 +208,7 @@ class Cli:
         # A Django project may have an app of its own, under any name.
         if self.app_name is None or "manage.py" in self.command:
             return found[0]
-        if self.app.conf.broker_url is None:
+        if self.app.conf.broker_url in (None, file_broker_url(self.delays.settings.data_dir)):
             return f"{self.command} up"
         return found[0].replace("…", self.app_name)
 

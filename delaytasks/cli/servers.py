@@ -90,8 +90,6 @@ def serve(cli: Cli, trusted_proxy: str | None, **options: Any) -> None:
     if options["proxy_header"] is not None and trusted_proxy is not None:
         # --proxy is compared with the address that --trusted-proxy replaces by the browser's.
         raise ConfigError("--proxy-header and --trusted-proxy cannot be combined")
-    with needs_extra("console"):  # before the first start makes a password
-        import waitress  # noqa: F401
     if console or api:  # metrics need no processors
         cli.import_processors()
     apps: dict[str, tuple[Any, Place]] = {}
@@ -99,6 +97,8 @@ def serve(cli: Cli, trusted_proxy: str | None, **options: Any) -> None:
     if console:
         from delaytasks.console.application import standalone
 
+        with needs_extra("console"):  # before the first start makes a password
+            import waitress  # noqa: F401
         header, proxies = options["proxy_header"], options["proxy"] or ("127.0.0.1", "::1")
         apps["console"] = standalone(cli.delays, header, proxies), console
     if api:

@@ -321,8 +321,8 @@ def _text(cli: Cli, found: dict[str, Any]) -> str:
     ]
     sweeps = "sweep=partition,age=age_s,late=is_late,armed until=armed_until"
     sections: list[list[Part]] = [
-        [Table("status,tasks", counts)],
         [(verdict["headline"], _LEVELS[verdict["level"]]), *problems],
+        [Table("status,tasks", counts)],
         _groups("queue", "", live["queues"]),
         _groups("tag", "runs,failed,p50=lateness_p50_s,p99=lateness_p99_s,", live["tags"]),
         [fields([*_services(cli, found)])],

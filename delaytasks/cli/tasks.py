@@ -37,7 +37,7 @@ from delaytasks.cli.output import (
     sentence,
 )
 from delaytasks.model.errors import DelayTaskError, StoreError, TaskNotFoundError
-from delaytasks.model.filters import MAX_IDS, filter_of
+from delaytasks.model.filters import filter_of
 from delaytasks.model.inputs import check_id, show_duration
 from delaytasks.model.moves import WAITING, Status
 from delaytasks.model.task import CancelResult, DelayedTask
@@ -97,8 +97,11 @@ def get(cli: Cli, id: str | None, tag: str | None, key: str | None) -> DelayedTa
 # -- `list`, and the changes that `list --follow` prints ------------------------------------------
 
 
-#: `--follow` finds tasks that were due so lately, at most so many, and so often in seconds.
-LATELY, MOST_FOLLOWED, EVERY_S = timedelta(minutes=1), 500, 0.5
+#: How long ago the tasks were due that `--follow` finds, the most tasks of each of its searches,
+#: which read the bodies, too, and the most tasks of which it remembers what was printed.
+LATELY, MOST_FOLLOWED, MOST_KNOWN = timedelta(minutes=1), 100, 2000
+#: Seconds between two reads of `--follow`.
+EVERY_S = 0.5
 LONGEST_DETAIL = 300
 #: The fields of a task that a followed change does not print: they may be long or confidential.
 SECRETS = ("body", "result", "headers")
@@ -126,7 +129,7 @@ def list_(
 
     With --follow, a line shows each task that runs or was due in the last minute, and further lines
     show its changes, until Ctrl-C. Of changes within half a second, only the last is shown, and of
-    more than 500 tasks only those that were due last. Name ids to follow tasks that are due later.
+    more than 100 tasks only those that were due last. Name ids to follow tasks that are due later.
     With --json, each line is one document, without the body and the result.
     """
     filters = _filters(options)
@@ -173,7 +176,7 @@ def _follow(cli: Cli, filters: dict[str, Any]) -> None:
                 cli.print_json({name: value for name, value in document if name not in SECRETS})
             else:
                 click.echo(_change_line(task, now))
-        known = found
+        known = dict([*known.items(), *found.items()][-MOST_KNOWN:])
         time.sleep(EVERY_S)
 
 
@@ -185,10 +188,12 @@ def _may_have_changed(
     if "ids" in filters:
         yield from find(**filters)
         return
-    yield from find(**{"since": now - LATELY, "until": now, **filters})
-    live = [task.id for task in [*known.values(), *find(status="RUNNING")] if not task.is_finished]
-    if live:
-        yield from find(**{**filters, "ids": live[:MAX_IDS]})
+    since, until = filters.get("since", now - LATELY), filters.get("until") or now
+    yield from find(**{**filters, "since": since, "until": until})
+    running = [task.id for task in find(status="RUNNING")]
+    live = [id for id, task in known.items() if not (task.is_finished or id in running)]
+    for ids in filter(None, (running, live[-MOST_FOLLOWED:])):
+        yield from find(**{**filters, "ids": ids})
 
 
 def _change_line(task: DelayedTask, now: datetime) -> str:

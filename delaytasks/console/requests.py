@@ -1,4 +1,4 @@
-"""Who asks, what all requests share, and the checks of each request.
+"""Finds the viewer of each request, checks the request, and keeps what all requests share.
 
 Viewers log in with a password of the file `console-users.json`, are named by a proxy that
 authenticates, or are the users of the web framework that mounts the console. Each request is
@@ -48,7 +48,7 @@ from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import ConfigError, DelayTaskError
 from delaytasks.model.inputs import ACTOR_LENGTH
 from delaytasks.model.text import one_line
-from delaytasks.operate.serving import ENDPOINTS, EntryFile, SharedCache
+from delaytasks.operate.serving import ENDPOINTS, HOST_REQUEST, EntryFile, SharedCache
 from delaytasks.operate.state import DeploymentState, ask_broker
 from delaytasks.operate.task_calls import record_action
 from delaytasks.runtime import Runtime, runtime_of
@@ -95,11 +95,6 @@ class Viewer:
         """Return a viewer; the name is made fit for the audit table."""
         chosen = role if isinstance(role, Role) else Role.named(role)
         return cls(one_line(str(name), ACTOR_LENGTH - 1), chosen)
-
-
-#: The name, in the WSGI environment, of a function that the integration with a web framework sets.
-#: It returns a context manager, whose value is the request of the framework.
-HOST_REQUEST = "delaytasks.host_request"
 
 
 def proxy_viewer(

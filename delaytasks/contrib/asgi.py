@@ -113,7 +113,7 @@ def mount(app: Any, path: str, wsgi: Any) -> None:
     from a2wsgi import WSGIMiddleware
     from starlette.requests import Request
 
-    from delaytasks.console.requests import HOST_REQUEST
+    from delaytasks.operate.serving import HOST_REQUEST
 
     def adapted(environ: Any, start_response: Any) -> Any:
         environ[HOST_REQUEST] = lambda: nullcontext(Request(environ["asgi.scope"]))

@@ -171,7 +171,7 @@ def mount(app: Flask, path: str, wsgi: Any) -> None:
     >>> mount(app, "/delays", make_console(delays, viewer, secret_key=app.secret_key))
     """
     # Imported here: most apps mount nothing.
-    from delaytasks.console.requests import HOST_REQUEST
+    from delaytasks.operate.serving import HOST_REQUEST
 
     def mounted(environ: dict[str, Any], start_response: Any) -> Any:
         @contextmanager

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
 
 T = TypeVar("T")
+#: The name, in the WSGI environment, of a function that the integration with a web framework sets.
+#: It returns a context manager, whose value is the request of the framework.
+HOST_REQUEST = "delaytasks.host_request"
 
 
 # -- URLs for the probes of a server: whether it lives, and whether it is ready for requests ------

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sqlalchemy import Connection, event, exc
 
-from delaytasks.db.engines import TIMED_OUT
 from delaytasks.loops import CallGroup, twin
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import (
@@ -258,6 +257,9 @@ def limited_search(database: Database, work: Callable[[Any], T], limit_s: float)
     SearchTimeoutError
         If the search has reached the limit.
     """
+    # Imported here: most processes search nothing.
+    from delaytasks.db.engines import TIMED_OUT
+
     limit_s = max(limit_s, LEAST_LIMIT_S)
 
     def limited(connection: Connection) -> T:

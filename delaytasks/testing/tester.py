@@ -1,7 +1,7 @@
 """`DelaysTester`, with which users test their code: it runs tasks on a clock that the test sets,
 records messages, and compares what was scheduled with what a test expects.
 
-The last sections are what takes the place of production: time, connections, messages, processors.
+The last sections replace the time, connections, messages and processors of production.
 """
 
 from __future__ import annotations

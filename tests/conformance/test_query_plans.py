@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, Status
+from delaytasks.cli.tasks import LATELY, MOST_FOLLOWED
 from delaytasks.db.policy_rows import HeldPlace
 from tests.world import Level, Settlement
 from tests.world.plans import PlannedWorld, assert_no_scan, planned_world
@@ -130,8 +131,8 @@ def test_some_ids_are_found_by_the_primary_key(either: PlannedWorld) -> None:
 
 
 def test_a_read_of_the_state_scans_no_table(analysed: PlannedWorld) -> None:
-    find = partial(analysed.delays.find, limit=50, newest_first=True)
-    lately = {"since": analysed.now() - timedelta(minutes=1), "until": analysed.now()}
+    find = partial(analysed.delays.find, limit=MOST_FOLLOWED, newest_first=True)
+    lately = {"since": analysed.now() - LATELY, "until": analysed.now()}
     found = [partial(find, **lately, **more) for more in ({}, {"tag": "note"}, {"key": "k"})]
     found.append(partial(find, status="RUNNING"))
     for work in (*found, analysed.running, analysed.overdue, analysed.unserved):

@@ -203,7 +203,7 @@ def test_a_sweep_purges_what_is_older_than_two_days_unless_it_is_off(make_world:
 # A write that fails is given up, since it may have been committed
 
 
-def test_counts_are_written_after_a_failed_write_and_never_twice(main: MainProcess) -> None:
+def test_counts_of_a_failed_write_are_lost_and_none_are_written_twice(main: MainProcess) -> None:
     world = main.world
 
     def done() -> int:

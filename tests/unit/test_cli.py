@@ -14,8 +14,10 @@ from typing import Any
 
 import click
 import pytest
+from celery import Celery
 from click.testing import CliRunner
 
+from delaytasks import DelayTasks
 from delaytasks.cli import context, output, up
 from delaytasks.cli.main import main
 from delaytasks.model import errors
@@ -149,7 +151,6 @@ def test_a_terminal_folds_a_long_tag_and_interprets_nothing_in_it(monkeypatch: M
 HINTS = {
     "To run it again: delaytasks rerun 7": "To run it again: celery -A shop delays rerun 7",
     "its status, which delaytasks does not know": "its status, which delaytasks does not know",
-    "Start a worker: celery -A … worker": "Start a worker: celery -A shop worker",
     f"missing; {TABLES_REMEDY}": "missing; run: celery -A shop delays db upgrade",
     "flask --app APP delays db upgrade": "celery -A shop delays db upgrade",
 }
@@ -160,6 +161,25 @@ def test_a_hint_names_commands_as_the_user_called_them(message: str, said: str) 
     with click.Context(main) as ctx:
         cli = context.Cli(ctx, lambda: None, "celery -A shop delays", "shop")
     assert cli.rewrite(message) == said
+
+
+@pytest.mark.parametrize(
+    ("broker", "settings", "said"),
+    [
+        ("memory://", {}, "celery -A shop worker -Q shop.default"),
+        (None, {}, "delaytasks up"),
+        (None, {"timer": "direct"}, "delaytasks run --forever"),
+    ],
+)
+def test_a_remedy_starts_a_worker_that_this_deployment_can_have(
+    broker: str | None, settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CELERY_BROKER_URL", raising=False)
+    app = Celery("shop", broker=broker, set_as_current=False)
+    DelayTasks(app, "sqlite://", **settings)
+    with click.Context(main) as ctx:
+        cli = context.Cli(ctx, lambda: app, "delaytasks", "shop")
+        assert cli.rewrite("Start: celery -A … worker -Q shop.default") == f"Start: {said}"
 
 
 # -- `up` runs processes with one log, and stops them together ------------------------------------

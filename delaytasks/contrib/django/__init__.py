@@ -91,7 +91,7 @@ def mount(wsgi: Any) -> list[Any]:
 
 def _environ(request: HttpRequest, path: str) -> dict[str, Any]:
     """Return the WSGI environment of a request, which may come from an ASGI server."""
-    from delaytasks.console.requests import HOST_REQUEST
+    from delaytasks.operate.serving import HOST_REQUEST
 
     script = request.path[: len(request.path) - len(path)].rstrip("/")
     text = {name: value for name, value in request.META.items() if isinstance(value, str)}

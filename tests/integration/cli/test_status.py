@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,14 +102,15 @@ def during(work: Callable[[], object], shop: Project, *options: str) -> str:
 
     It is no signal, which a background job of a shell ignores.
     """
-    until = time.monotonic() + 1.5
+    thread, reads_after = threading.Timer(0.3, work), 0
 
     def sleep(seconds: float) -> None:
-        if time.monotonic() > until:
+        nonlocal reads_after
+        reads_after += not thread.is_alive()
+        if reads_after > 2:
             ctrl_c()
         time.sleep(seconds)
 
-    thread = threading.Timer(0.3, work)
     thread.start()
     with shop.patch.context() as patch:
         patch.setattr(tasks, "time", SimpleNamespace(sleep=sleep))
@@ -148,6 +150,18 @@ def test_follow_shows_how_a_late_task_that_runs_ends(shop: Project) -> None:
     assert [line.split()[1:4] for line in lines] == [
         [status, "ok", str(task.id)] for status in ("RUNNING", "DONE")
     ]
+
+
+def test_follow_finds_named_tasks_and_a_range_of_due_times(shop: Project) -> None:
+    shop.patch.setattr(tasks, "MOST_FOLLOWED", 2)
+    later = shop.schedule("ok", 600)
+    recent = [shop.overdue("ok", key=f"k{n}") for n in range(3)]
+    cancel = partial(shop.delays.cancel, later)
+    lines = during(cancel, shop, str(later.id)).splitlines()
+    assert [line.split()[1] for line in lines] == ["NOT_COMPLETE", "CANCELLED"]
+    lines = during(lambda: None, shop, "--due", "10m..").splitlines()
+    assert [line.split()[3] for line in lines] == [str(task.id) for task in recent[1:]]
+    assert during(lambda: None, shop) == "", "they were due more than a minute ago"
 
 
 def test_follow_in_json_has_a_document_in_each_line(shop: Project) -> None:
