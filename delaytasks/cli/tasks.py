@@ -160,28 +160,31 @@ def list_(
 
 
 def _follow(cli: Cli, filters: dict[str, Any]) -> None:
-    """Print the tasks that have become due or run, and what changes of those that were printed."""
+    """Print the tasks that have become due or run, and their changes."""
     wanted = filter_of(filters).status or Status
     filters = {**filters, "status": None}
-    known: dict[int, DelayedTask] = {}
+    #: The version of each task that was found, and whether it was live then.
+    known: dict[int, tuple[int, bool]] = {}
     while True:
         now = cli.runtime.clock.now()
-        found = {task.id: task for task in _may_have_changed(cli, filters, known, now)}
+        live = [id for id, (_, is_live) in known.items() if is_live]
+        found = {task.id: task for task in _may_have_changed(cli, filters, live, now)}
         for task in sorted(found.values(), key=changed_at):
-            before = known.get(task.id)
-            if task.status not in wanted or (before and before.version == task.version):
+            before, _ = known.get(task.id, (None, False))
+            known[task.id] = task.version, not task.is_finished
+            if task.status not in wanted or before == task.version:
                 continue
             if cli.is_json:
                 document = task.as_json().items()
                 cli.print_json({name: value for name, value in document if name not in SECRETS})
             else:
                 click.echo(_change_line(task, now))
-        known = dict([*known.items(), *found.items()][-MOST_KNOWN:])
+        known = dict([*known.items()][-MOST_KNOWN:])
         time.sleep(EVERY_S)
 
 
 def _may_have_changed(
-    cli: Cli, filters: dict[str, Any], known: dict[int, DelayedTask], now: datetime
+    cli: Cli, filters: dict[str, Any], live: Sequence[int], now: datetime
 ) -> Iterator[DelayedTask]:
     """Find tasks by their due times and ids, since no index leads to the time of a change."""
     find = functools.partial(cli.delays.find, limit=MOST_FOLLOWED, newest_first=True)
@@ -191,8 +194,8 @@ def _may_have_changed(
     since, until = filters.get("since", now - LATELY), filters.get("until") or now
     yield from find(**{**filters, "since": since, "until": until})
     running = [task.id for task in find(status="RUNNING")]
-    live = [id for id, task in known.items() if not (task.is_finished or id in running)]
-    for ids in filter(None, (running, live[-MOST_FOLLOWED:])):
+    waiting = [id for id in live if id not in running]
+    for ids in filter(None, (running, waiting[-MOST_FOLLOWED:])):
         yield from find(**{**filters, "ids": ids})
 
 
